@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Qwen3-Omni thinker with transformers' numerics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as upstream
+
+from vllm_omni.hf_numerics import config, requirements_check
+from vllm_omni.hf_numerics.fingerprint import Fingerprint
+from vllm_omni.hf_numerics.layers import cpu_reference
+from vllm_omni.hf_numerics.layers.decoder_layer import HFNumericsDecoderLayer
+from vllm_omni.hf_numerics.layers.norm import HFNumericsRMSNorm
+from vllm_omni.hf_numerics.layers.substitute import substituted
+from vllm_omni.hf_numerics.ops import OPS
+
+__all__ = ["HFNumericsQwen3OmniMoeThinkerForConditionalGeneration", "HFNumericsTextModel"]
+
+logger = init_logger(__name__)
+
+
+class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
+    """The thinker's text model: `HFNumericsDecoderLayer`, deepstack in transformers' order, the mode's final norm.
+
+    ``torch.compile`` support is inherited; the argument names of ``forward`` must stay upstream's, because its
+    decorator marks dynamic dims by name.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=HFNumericsDecoderLayer)
+        self.norm = HFNumericsRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        capture_layer_indices: Sequence[int] | None = None,
+        return_hidden_states: bool = False,
+        deepstack_input_embeds: IntermediateTensors | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any] | None]:
+        """Run the layers over ``[T]`` tokens.
+
+        Returns:
+            The normed hidden states ``[T, H]``, and None or, where hidden states are wanted, the payload for the
+            talker: ``{"hidden_states": {"layers": {i: [T, H]}}}`` with transformers' ``hidden_states[i]`` (0: the
+            embeddings; i: the output of layer i - 1, before that level's deepstack is added).
+        """
+        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        residual: torch.Tensor | None = None
+        levels = len(deepstack_input_embeds) if deepstack_input_embeds is not None else 0
+        wanted = frozenset(capture_layer_indices or ()) if return_hidden_states else frozenset()
+        captured: dict[int, torch.Tensor] = {}
+        if 0 in wanted:
+            captured[0] = hidden.clone()
+
+        for index, layer in enumerate(self.layers):
+            hidden, residual = layer(positions, hidden, residual)
+            if index + 1 in wanted:
+                captured[index + 1] = residual + hidden
+            if index < levels:
+                # The sum is whole now: as before the first layer, there is no residual beside it.
+                level = deepstack_input_embeds[f"deepstack_input_embeds_{index}"]
+                hidden, residual = torch.ops.hf_numerics.add_deepstack(hidden, residual, level), None
+
+        normed = self.norm(hidden) if residual is None else self.norm(hidden, residual)[0]
+        if not return_hidden_states:
+            return normed, None
+        return normed, {"hidden_states": {"layers": captured}} if captured else {}
+
+
+class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMoeThinkerForConditionalGeneration):
+    """What the plugin registers for the thinker's architecture.
+
+    With ``additional_config.hf_numerics`` absent or false, constructing it gives an instance of upstream's own class.
+    """
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> torch.nn.Module:
+        if not config.is_enabled(vllm_config.additional_config):
+            logger.debug("HF numerics is off: the stock thinker is built.")
+            # Not an instance of cls, so Python does not call our __init__ on it.
+            return upstream.Qwen3OmniMoeThinkerForConditionalGeneration(vllm_config=vllm_config, prefix=prefix)
+        return super().__new__(cls)
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        facts = requirements_check.EngineFacts.from_vllm_config(vllm_config)
+        requirements_check.check(facts)
+        # vLLM-Omni 0.32 builds the text model from a module global and takes no class for it.
+        with substituted(upstream, Qwen3MoeLLMModel=HFNumericsTextModel):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if current_platform.is_cpu():
+            cpu_reference.use_reference_linear(self.language_model.lm_head)
+        self.hf_numerics_fingerprint = self._make_fingerprint(vllm_config, facts)
+        for warning in self.hf_numerics_fingerprint.warnings:
+            logger.warning(warning)
+        logger.info(self.hf_numerics_fingerprint.log_line())
+
+    def _make_fingerprint(self, vllm_config: VllmConfig, facts: requirements_check.EngineFacts) -> Fingerprint:
+        layer = self.language_model.model.layers[0]
+        on_cpu = current_platform.is_cpu()
+        compilation = vllm_config.compilation_config
+        reference_only = () if on_cpu else ("linear", "causal_attention")
+        return Fingerprint(
+            mode="on",
+            device=current_platform.device_type,
+            device_name=current_platform.get_device_name(),
+            dtype=facts.dtype,
+            batch_invariant=facts.batch_invariant or on_cpu,
+            layers=len(self.language_model.model.layers),
+            deepstack_levels=self.deepstack_num_level,
+            model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+            compilation_mode=str(getattr(compilation.mode, "name", compilation.mode)),
+            cudagraph_mode="NONE" if on_cpu else str(getattr(compilation.cudagraph_mode, "name", "NONE")),
+            moe_backend="reference" if on_cpu else layer.mlp.moe_backend,
+            attention_backend="reference" if on_cpu else layer.self_attn.attn.attn_backend.get_name(),
+            ops={name: "reference" if on_cpu else "aten" for name in OPS if name not in reference_only}
+            | ({} if on_cpu else {"experts": "vllm.fused_experts"}),
+            warnings=requirements_check.warnings(facts),
+        )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routed experts: vLLM's ``fused_experts`` on CUDA, a batch-invariant reference on the CPU.
+
+Contract: ``experts(hidden, w13, w2, weights, ids) -> out``
+
+* hidden ``[T, H]``; w13 ``[E, 2 * I, H]``, gate rows first, then up; w2 ``[E, H, I]``; weights ``[T, k]``;
+  ids ``[T, k]`` integers in [0, E). One floating dtype. Weights are read in place: no repack, no copy kept.
+* CUDA: ``vllm.model_executor.layers.fused_moe.fused_experts``, the function that the trainer calls too.
+* CPU: per route, gate and up by `linear` (**rounded**), silu(gate) * up in float32 (**rounded**), down by `linear`
+  (**rounded**), times the weight in float32; the k routes of a token summed in float32, **one rounding**.
+* A new contiguous ``[T, H]`` tensor in hidden.dtype; T = 0 is allowed. Opaque to ``torch.compile``.
+
+Both sides of a parity claim call this op, so it defines the experts' numerics: it is vLLM's, not transformers'.
+"""
+
+import torch
+
+from vllm_omni.hf_numerics.ops.arithmetic import TERM_BUDGET, silu, tree_sum
+
+__all__ = ["experts", "reference"]
+
+
+def _route_linear(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`linear` of each row with its own expert: rows ``[R, K]``, weight ``[E, N, K]``, ids ``[R]`` to ``[R, N]``.
+
+    The bits are those of ``linear(rows[i], weight[ids[i]])``: the products and their order are the same.
+    """
+    out = rows.new_empty((rows.shape[0], weight.shape[1]))
+    rows_at_once = max(1, TERM_BUDGET // weight[0].numel())
+    for row in range(0, rows.shape[0], rows_at_once):
+        block = slice(row, row + rows_at_once)
+        factors = weight[ids[block]].permute(2, 0, 1).float()
+        out[block] = tree_sum(rows[block].float().t()[:, :, None] * factors).to(rows.dtype)
+    return out
+
+
+def reference(
+    hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    tokens, top_k = ids.shape
+    route_ids = ids.reshape(-1).long()
+    gate, up = _route_linear(hidden.repeat_interleave(top_k, dim=0), w13, route_ids).float().chunk(2, dim=-1)
+    routed = _route_linear((silu(gate) * up).to(hidden.dtype), w2, route_ids).float()
+    weighted = routed * weights.float().reshape(-1, 1)
+    return tree_sum(weighted.view(tokens, top_k, -1).transpose(0, 1)).to(hidden.dtype)
+
+
+@torch.library.custom_op("hf_numerics::experts", mutates_args=())
+def experts(
+    hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Run the chosen experts and sum their outputs; see the module's contract."""
+    if hidden.shape[0] == 0:
+        return torch.empty_like(hidden)
+    if hidden.device.type == "cpu":
+        return reference(hidden, w13, w2, weights, ids)
+    # Imported here: the op must be importable where vLLM's Triton kernels are not.
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    return fused_experts(hidden.contiguous(), w13, w2, weights, ids)
+
+
+@experts.register_fake
+def _(
+    hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape)

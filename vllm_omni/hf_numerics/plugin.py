@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of the ``vllm.general_plugins`` group: vLLM calls `register` once in every process.
+
+The plugin replaces one entry, the thinker's architecture, in vLLM's model registry and in vLLM-Omni's. The class put
+there builds the stock thinker unless ``additional_config.hf_numerics`` is true, so installing the plugin changes
+nothing. vLLM loads plugins in no set order, and vLLM-Omni's own plugin registers its architectures over whatever is
+there; `_Pinned` keeps our entry through that, whichever comes first.
+"""
+
+from typing import Any
+
+__all__ = ["ARCHITECTURE", "STOCK_TARGET", "TARGET", "is_registered", "register", "unregister"]
+
+ARCHITECTURE = "Qwen3OmniMoeThinkerForConditionalGeneration"
+TARGET = f"vllm_omni.hf_numerics.models.qwen3_omni_thinker:HFNumerics{ARCHITECTURE}"
+STOCK_TARGET = f"vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker:{ARCHITECTURE}"
+
+
+class _Pinned:
+    """Stands in for one registry's ``register_model`` and sends later registrations of our architecture to ours.
+
+    vLLM's registry has no notion of precedence: the last call wins. Every other architecture passes through.
+    """
+
+    def __init__(self, register_model: Any) -> None:
+        self._register_model = register_model
+
+    def __call__(self, model_arch: str, model_cls: Any) -> None:
+        self._register_model(model_arch, TARGET if model_arch == ARCHITECTURE else model_cls)
+
+
+def _registries() -> list[Any]:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm_omni.model_executor.models import OmniModelRegistry
+
+    return [ModelRegistry, OmniModelRegistry]
+
+
+def _require_regular_upstream() -> None:
+    import vllm_omni
+
+    if getattr(vllm_omni, "__file__", None) is None:
+        raise RuntimeError(
+            "needed vllm-omni as a regular package; got a namespace package without its __init__ (vllm-omni is missing, "
+            "or installed editable beside this plugin); install it normally: pip install vllm-omni==0.32.0rc1"
+        )
+
+
+def register() -> None:
+    """Put the mode's thinker into both model registries. Idempotent; safe in every process, in any plugin order.
+
+    Raises:
+        RuntimeError: vllm-omni is not importable as a regular package.
+    """
+    _require_regular_upstream()
+    for registry in _registries():
+        if not isinstance(registry.register_model, _Pinned):
+            registry.register_model = _Pinned(registry.register_model)
+        registry.register_model(ARCHITECTURE, TARGET)
+
+
+def is_registered() -> bool:
+    """Whether both registries hold the mode's thinker."""
+    module, name = TARGET.split(":")
+    return all(
+        (getattr(entry, "module_name", None), getattr(entry, "class_name", None)) == (module, name)
+        for entry in (registry.models.get(ARCHITECTURE) for registry in _registries())
+    )
+
+
+def unregister() -> None:
+    """Give both registries back to upstream: its own thinker class, its own ``register_model``."""
+    for registry in _registries():
+        if isinstance(registry.register_model, _Pinned):
+            del registry.register_model
+        registry.register_model(ARCHITECTURE, STOCK_TARGET)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout's experts for transformers' ``ExpertsInterface``, with transformers' own backward."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from vllm_omni.hf_numerics.ops import experts as _experts  # noqa: F401  (registers the op)
+
+__all__ = ["EXPERTS_NAME", "experts_forward", "register_experts"]
+
+EXPERTS_NAME = "vllm_fused_experts"
+
+
+def _grouped_mm(module: nn.Module, hidden, gate_up, down, weights, ids) -> torch.Tensor:
+    """transformers' ``grouped_mm`` experts on given tensors: what the gradient is taken of."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    stand_in = SimpleNamespace(
+        gate_up_proj=gate_up,
+        down_proj=down,
+        num_experts=module.num_experts,
+        has_gate=module.has_gate,
+        has_bias=module.has_bias,
+        is_transposed=module.is_transposed,
+        is_concatenated=module.is_concatenated,
+        config=module.config,
+        act_fn=module.act_fn,
+        _is_expert_parallel=False,
+        _apply_gate=module._apply_gate,
+    )
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](stand_in, hidden, ids, weights)
+
+
+class _Experts(torch.autograd.Function):
+    """The rollout's experts forward; the backward of transformers' ``grouped_mm`` experts by recomputation."""
+
+    @staticmethod
+    def forward(ctx, module, hidden, gate_up, down, weights, ids):
+        ctx.module = module
+        ctx.save_for_backward(hidden, gate_up, down, weights, ids)
+        return torch.ops.hf_numerics.experts(hidden, gate_up, down, weights, ids)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *differentiable, ids = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in differentiable]
+            out = _grouped_mm(ctx.module, *leaves, ids)
+        return None, *torch.autograd.grad(out, leaves, grad), None
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts forward of the interface: hidden_states ``[T, H]``, top_k_index and top_k_weights ``[T, k]``."""
+    return _Experts.apply(self, hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index)
+
+
+def register_experts() -> None:
+    """Add the experts to transformers' registry. Idempotent; changes no model."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS_NAME, experts_forward)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a padded or packed batch belong to one sequence."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SequenceLayout", "sequence_layout"]
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The sequences of a ``[B, T]`` batch, row by row.
+
+    Attributes:
+        index: ``[N]`` int64, flat positions of the real tokens in order, or None where every token is real.
+        cu_seqlens: ``[S + 1]`` int32, where each sequence starts among those N tokens, then N.
+        lengths: the S lengths, on the host.
+    """
+
+    index: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def pick(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B * T, ...]`` to the ``[N, ...]`` real tokens."""
+        return x if self.index is None else x[self.index]
+
+    def place(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """``[N, ...]`` back to ``[total, ...]``; padding rows are zero."""
+        if self.index is None:
+            return x
+        return x.new_zeros((total, *x.shape[1:])).index_copy(0, self.index, x)
+
+
+def _starts(position_ids: torch.Tensor | None, batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """``[B, T]`` bool: which tokens begin a sequence by position; column 0 always does."""
+    starts = torch.zeros((batch, length), dtype=torch.bool, device=device)
+    if position_ids is not None:
+        if position_ids.dim() == 3 and position_ids.shape[0] == 3:
+            # Time, height and width only: inside an image they do not count up, but only a first token is (0, 0, 0).
+            starts |= (position_ids == 0).all(dim=0)
+        else:
+            text = position_ids[0] if position_ids.dim() == 3 else position_ids
+            starts[:, 1:] = text[:, 1:] != text[:, :-1] + 1
+    starts[:, 0] = True
+    return starts
+
+
+def sequence_layout(
+    batch: int,
+    length: int,
+    device: torch.device,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> SequenceLayout:
+    """Find the sequences of a batch. One host synchronisation, once per forward.
+
+    Args:
+        batch, length: shape of the batch.
+        device: where the layout's tensors go.
+        attention_mask: ``[B, T]``, zero or False at padding (left or right), or None.
+        position_ids: ``[B, T]``, ``[4, B, T]`` (text row first), ``[3, B, T]`` (time, height, width) or None. A new
+            sequence starts where text positions stop counting up, or where all three of three rows are zero.
+        cu_seqlens: ``[S + 1]`` starts of packed sequences in a batch of one row, as FlashAttention takes them;
+            decides alone where given.
+
+    Raises:
+        ValueError: a shape that is none of these.
+    """
+    if cu_seqlens is not None:
+        if batch != 1 or int(cu_seqlens[-1]) != length or int(cu_seqlens[0]) != 0:
+            raise ValueError(
+                f"needed cu_seq_lens from 0 to {length} over one row; got batch {batch} and "
+                f"{int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; pack every sequence into one row"
+            )
+        host = cu_seqlens.tolist()
+        lengths = tuple(end - start for start, end in zip(host, host[1:], strict=False))
+        return SequenceLayout(None, cu_seqlens.to(device=device, dtype=torch.int32), lengths)
+
+    if position_ids is not None and position_ids.shape[-2:] != (batch, length):
+        raise ValueError(f"needed position_ids over [{batch}, {length}]; got {tuple(position_ids.shape)}")
+    starts = _starts(position_ids, batch, length, device)
+    index = None
+    if attention_mask is not None:
+        if attention_mask.shape != (batch, length):
+            raise ValueError(
+                f"needed a 2-D attention_mask [{batch}, {length}]; got {tuple(attention_mask.shape)}; "
+                "causality and packing come from the layout, do not build a 4-D mask"
+            )
+        real = attention_mask.to(device).bool()
+        # The first real token of a row starts a sequence, whatever its position is.
+        starts |= real & (real.cumsum(dim=1) == 1)
+        if not bool(real.all()):
+            index = real.flatten().nonzero()[:, 0]
+            starts = starts[real]
+    first = starts.flatten().nonzero()[:, 0].tolist()
+    total = batch * length if index is None else index.numel()
+    bounds = [*first, total]
+    lengths = tuple(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    return SequenceLayout(index, torch.tensor(bounds, dtype=torch.int32, device=device), lengths)
