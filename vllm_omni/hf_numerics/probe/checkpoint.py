@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PRESETS", "Preset", "seeded_tensor", "seeded_weights", "thinker_class_config", "write_checkpoint"]
+__all__ = ["PRESETS", "Preset", "seeded_tensor", "seeded_weights", "text_weight_shapes", "thinker_config", "write_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ PRESETS = {
 }
 
 _ROPE_THETA = 1_000_000
-_DEEPSTACK_LAYERS = [0, 1, 2]  # of the vision tower, hence three deepstack levels
+_DEEPSTACK_LEVELS = [0, 1, 2]  # of the vision tower, hence three deepstack levels
 # Larger than 1: random logits spread over several nats, so that sampling at temperature 1 is not uniform noise.
 _HEAD_GAIN = 4.0
+# Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
+_NORM_SPREAD = 0.1
 
 
 def _text_config(preset: Preset) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def _text_config(preset: Preset) -> dict[str, Any]:
     }
 
 
-def thinker_class_config(preset: Preset) -> dict[str, Any]:
+def thinker_config(preset: Preset) -> dict[str, Any]:
     """The ``thinker_config`` of a Qwen3-Omni config with these sizes; special token ids end the vocabulary."""
     special = preset.vocabulary - 16
     return {
@@ -91,7 +93,7 @@ def thinker_class_config(preset: Preset) -> dict[str, Any]:
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "num_position_embeddings": 256,
-            "deepstack_visual_indexes": _DEEPSTACK_LAYERS,
+            "deepstack_visual_indexes": _DEEPSTACK_LEVELS,
             # vLLM's vision tower reads these two; transformers' defaults lack them.
             "image_size": 256,
             "apply_vit_abs_pos_embed": True,
@@ -119,17 +121,19 @@ def thinker_class_config(preset: Preset) -> dict[str, Any]:
 
 
 def seeded_tensor(name: str, shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """The weight called ``name``: ones for norms, else normal with fan-in scale, from a generator of its own.
+    """The weight called ``name``: normal with fan-in scale (norms: around 1), from a generator of its own.
 
     The generator runs on ``device``, and its stream depends on the device's type: compare sides on one kind of device.
     """
-    if name.endswith("norm.weight"):
-        return torch.ones(shape, device=device, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
-    gain = _HEAD_GAIN if name.endswith("lm_head.weight") else 1.0
     values = torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
-    return values.mul_(gain if "embed_tokens" in name else gain / math.sqrt(shape[-1]))
+    if name.endswith("norm.weight"):
+        return values.mul_(_NORM_SPREAD).add_(1.0)
+    if "embed_tokens" in name:
+        return values
+    gain = _HEAD_GAIN if name.endswith("lm_head.weight") else 1.0
+    return values.mul_(gain / math.sqrt(shape[-1]))
 
 
 def seeded_weights(
@@ -140,10 +144,24 @@ def seeded_weights(
         yield name, seeded_tensor(name, tuple(shape), seed, device, dtype)
 
 
+def text_weight_shapes(preset: Preset) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of the thinker's text weights, named as in a Qwen3-Omni checkpoint, experts fused."""
+    from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+    config = _model_config(preset, "bfloat16").thinker_config
+    with torch.device("meta"):
+        thinker = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    return [
+        (f"thinker.{name}", tuple(parameter.shape))
+        for name, parameter in thinker.named_parameters()
+        if name.startswith(("model.", "lm_head."))
+    ]
+
+
 def _model_config(preset: Preset, dtype: str) -> Any:
     from transformers import Qwen3OmniMoeConfig
 
-    config = Qwen3OmniMoeConfig(thinker_config=thinker_class_config(preset), enable_audio_output=False)
+    config = Qwen3OmniMoeConfig(thinker_config=thinker_config(preset), enable_audio_output=False)
     config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
     config.dtype = dtype
     return config
@@ -160,7 +178,7 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     """
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
-    identity = json.dumps([asdict(preset), thinker_class_config(preset), seed, dtype, _HEAD_GAIN], sort_keys=True)
+    identity = json.dumps([asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD], sort_keys=True)
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():
         return target

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare two records: first whether they may be compared at all, then bit by bit. Standard library only."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm_omni.hf_numerics.probe.records import Record, ordered, value_of
+
+__all__ = ["Comparison", "Difference", "compare"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One token whose log-prob differs."""
+
+    request: int
+    position: int  # among the generated tokens
+    token_id: int
+    left_bits: int
+    right_bits: int
+
+    @property
+    def left(self) -> float:
+        return value_of(self.left_bits)
+
+    @property
+    def right(self) -> float:
+        return value_of(self.right_bits)
+
+    @property
+    def ulp(self) -> int:
+        """Distance in float32 steps; 0 only for -0.0 against +0.0, which still counts as different bits."""
+        return abs(ordered(self.left_bits) - ordered(self.right_bits))
+
+    @property
+    def size(self) -> float:
+        """|left - right|; inf where one of them is not finite."""
+        gap = abs(self.left - self.right)
+        return gap if math.isfinite(gap) else math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Outcome of `compare`.
+
+    Attributes:
+        obstacles: why the two cannot be compared (inputs, semantics, weights); empty where they can.
+        compared: how many log-probs were compared.
+        differing: how many had other bits.
+        first: the first difference in request order, or None.
+        largest: the difference of the largest size, or None.
+        ulp_histogram: differing log-probs by ULP distance, in powers of two: key n counts 2**n <= ULP < 2**(n + 1).
+        by_request: (request, compared, differing), in order.
+    """
+
+    obstacles: list[str]
+    compared: int = 0
+    differing: int = 0
+    first: Difference | None = None
+    largest: Difference | None = None
+    ulp_histogram: dict[int, int] = field(default_factory=dict)
+    by_request: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Comparable, something was compared, and every bit agreed."""
+        return not self.obstacles and self.compared > 0 and self.differing == 0
+
+
+def _obstacles(left: Record, right: Record) -> list[str]:
+    found = []
+    if len(left.sequences) != len(right.sequences):
+        return [f"inputs differ: {len(left.sequences)} requests against {len(right.sequences)}"]
+    for request, (a, b) in enumerate(zip(left.sequences, right.sequences, strict=True)):
+        for name in ("prompt_token_ids", "token_ids"):
+            ours, theirs = getattr(a, name), getattr(b, name)
+            if ours != theirs:
+                at = next(
+                    (i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y),
+                    min(len(ours), len(theirs)),
+                )
+                found.append(f"inputs differ: request {request}, {name} part at index {at}")
+    if left.weights != right.weights:
+        found.append(f"weights differ: {left.weights!r} against {right.weights!r}")
+    for name in sorted(left.semantics.keys() | right.semantics.keys()):
+        ours, theirs = left.semantics.get(name), right.semantics.get(name)
+        if ours != theirs:
+            found.append(f"semantics differ: {name} is {ours!r} against {theirs!r}")
+    if left.tokens == 0:
+        found.append("nothing to compare: no generated token in the records")
+    return found
+
+
+def _differences(left: Record, right: Record) -> list[Difference]:
+    return [
+        Difference(request, position, token, x, y)
+        for request, (a, b) in enumerate(zip(left.sequences, right.sequences, strict=True))
+        for position, (token, x, y) in enumerate(zip(a.token_ids, a.logprob_bits, b.logprob_bits, strict=True))
+        if x != y
+    ]
+
+
+def compare(left: Record, right: Record) -> Comparison:
+    """Compare every log-prob of two records as bits.
+
+    NaN equals NaN of the same bits; -0.0 differs from +0.0.
+    """
+    if found := _obstacles(left, right):
+        return Comparison(obstacles=found)
+    differences = _differences(left, right)
+    per_request = Counter(difference.request for difference in differences)
+    histogram = Counter(max(difference.ulp, 1).bit_length() - 1 for difference in differences)
+    return Comparison(
+        obstacles=[],
+        compared=left.tokens,
+        differing=len(differences),
+        first=differences[0] if differences else None,
+        largest=max(differences, key=lambda difference: difference.size, default=None),
+        ulp_histogram=dict(sorted(histogram.items())),
+        by_request=[(i, len(s.token_ids), per_request[i]) for i, s in enumerate(left.sequences)],
+    )

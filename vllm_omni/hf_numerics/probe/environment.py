@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions, hardware and commit of a run, for every result that is written."""
+
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.hf_numerics import __version__
+from vllm_omni.hf_numerics.versions import installed_versions
+
+__all__ = ["describe", "plugin_commit"]
+
+
+def plugin_commit() -> str | None:
+    """The commit of the checkout that this package runs from, with "+changes" where it was edited; None elsewhere."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = _git(here, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(here, "status", "--porcelain", "--", here.parent.as_posix()) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "safe.directory=*", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Hardware, versions and time of this process.
+
+    Args:
+        device: "cuda" or "cpu", the device that the run uses.
+    """
+    hardware = _cpu_name()
+    if device == "cuda":
+        import torch
+
+        hardware = torch.cuda.get_device_name()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device,
+        "hardware": hardware,
+        "versions": {**installed_versions(), "python": platform.python_version(), "hf_numerics": __version__},
+        "plugin_commit": plugin_commit(),
+    }

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side's tokens and exact log-probs, with everything that a comparison needs to know. Standard library only.
+
+A record is one JSON object. Log-probs are stored as the unsigned 32-bit pattern of their float32 value, so that
+nothing is lost in text. The schema is in docs/probe.md; `SCHEMA` counts its incompatible changes.
+"""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SCHEMA", "Record", "RecordError", "TokenSequence", "bits_of", "ordered", "value_of"]
+
+SCHEMA = 1
+_SIDES = ("rollout", "trainer")
+
+
+class RecordError(ValueError):
+    """A record that cannot be used: not JSON, another schema, fields missing or of another type."""
+
+
+def bits_of(value: float) -> int:
+    """The bit pattern of ``value`` as float32; exact where value came from a float32."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def value_of(bits: int) -> float:
+    """The float32 value of a bit pattern."""
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def ordered(bits: int) -> int:
+    """Where a float32 stands among all float32 values: the difference of two is their distance in ULP; both zeros 0."""
+    return -(bits & 0x7FFFFFFF) if bits & 0x80000000 else bits
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One request: its prompt, the tokens after it, and the log-prob of each of those."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprob_bits: list[int]
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_token_ids", "token_ids", "logprob_bits"):
+            values = getattr(self, name)
+            if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+                raise RecordError(f"needed {name} as a list of non-negative integers; got {values!r:.80}")
+        if len(self.token_ids) != len(self.logprob_bits):
+            raise RecordError(
+                f"needed one log-prob a token; got {len(self.token_ids)} tokens and {len(self.logprob_bits)} log-probs"
+            )
+        if any(bits > 0xFFFFFFFF for bits in self.logprob_bits):
+            raise RecordError("needed 32-bit patterns in logprob_bits; got a larger number")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one side computed.
+
+    Attributes:
+        side: "rollout" or "trainer".
+        label: how it ran, in words, e.g. "hf_numerics on, CUDA graphs".
+        sequences: the requests, in order.
+        semantics: what the log-probs mean: temperature, top_p, top_k, logprobs_mode.
+        weights: what identifies the weights, e.g. a checkpoint's name or a checksum.
+        environment: versions, hardware, flags, parallel sizes.
+        fingerprint: what the worker said of itself; empty for a trainer.
+    """
+
+    side: str
+    label: str
+    sequences: list[TokenSequence]
+    semantics: dict[str, Any]
+    weights: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the whole record or none."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        """Parse and check.
+
+        Raises:
+            RecordError: what was needed, what was found.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"needed a JSON record; got text that is none ({error})") from error
+        if not isinstance(data, Mapping):
+            raise RecordError(f"needed a JSON object; got {type(data).__name__}")
+        if data.get("schema") != SCHEMA:
+            raise RecordError(f"needed schema {SCHEMA}; got {data.get('schema')!r}; record again with this version")
+        return cls(
+            side=_checked(data, "side", str, _SIDES),
+            label=_checked(data, "label", str),
+            sequences=[_sequence(item) for item in _checked(data, "sequences", list)],
+            semantics=_checked(data, "semantics", dict),
+            weights=_checked(data, "weights", str),
+            environment=_checked(data, "environment", dict),
+            fingerprint=_checked(data, "fingerprint", dict),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """Read and check a file; errors name it.
+
+        Raises:
+            RecordError: unreadable or not a record.
+        """
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, RecordError) as error:
+            raise RecordError(f"{path}: {error}") from error
+
+
+def _checked(data: Mapping[str, Any], name: str, kind: type, allowed: Sequence[Any] | None = None) -> Any:
+    value = data.get(name)
+    if not isinstance(value, kind) or (allowed is not None and value not in allowed):
+        wanted = " or ".join(map(repr, allowed)) if allowed else kind.__name__
+        raise RecordError(f"needed {name} as {wanted}; got {value!r:.80}")
+    return value
+
+
+def _sequence(item: Any) -> TokenSequence:
+    if not isinstance(item, Mapping):
+        raise RecordError(f"needed a sequence as an object; got {type(item).__name__}")
+    fields = ("prompt_token_ids", "token_ids", "logprob_bits")
+    return TokenSequence(**{name: _checked(item, name, list) for name in fields})

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands print to a terminal (rich)."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_omni.hf_numerics.probe.demo import Row
+
+__all__ = ["demo_table", "steps"]
+
+_TRAINER_WORDS = {
+    "aligned": "aligned",
+    "aligned_grouped_mm": "aligned, but transformers' grouped_mm experts (control)",
+    "plain": "plain transformers (control)",
+}
+
+
+@contextmanager
+def steps(console: Console) -> Iterator[Callable[[str], None]]:
+    """A spinner with the current step; each finished step stays as a line with its seconds."""
+    current: list[Any] = []
+
+    def finish() -> None:
+        if current:
+            text, started = current.pop()
+            console.print(f"  {text}: [dim]{time.monotonic() - started:.0f} s[/]", highlight=False)
+
+    with console.status("starting") as status:
+
+        def say(text: str) -> None:
+            finish()
+            current.append((text, time.monotonic()))
+            status.update(text)
+
+        yield say
+        finish()
+
+
+def demo_table(console: Console, rows: list[Row], result: dict[str, Any]) -> None:
+    """The table of one demo run and its verdict line."""
+    spec, environment = result["spec"], result["environment"]
+    table = Table(
+        title=f"{spec['preset_name']} thinker, {spec['preset']['layers']} layers, {spec['dtype']}, {spec['execution']}, "
+        f"on {environment['device'].upper()} ({environment['hardware']})"
+    )
+    for name in ("mode", "trainer", "layout"):
+        table.add_column(name)
+    for name in ("log-probs", "differing", "first differing", "largest difference"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in rows:
+        outcome = row.comparison
+        first = f"request {outcome.first.request}, token {outcome.first.position}" if outcome.first else "-"
+        table.add_row(
+            row.mode,
+            _TRAINER_WORDS[row.trainer],
+            row.layout,
+            str(outcome.compared),
+            "; ".join(outcome.obstacles) or str(outcome.differing),
+            first,
+            f"{outcome.largest.size:.3g}" if outcome.largest else "0",
+            "[green]as it must be[/]" if row.passed else "[red]NOT as it must be[/]",
+        )
+    console.print(table)
+    exact = [row for row in rows if row.must_be_equal]
+    equal, compared = sum(r.comparison.differing for r in exact), sum(r.comparison.compared for r in exact)
+    verdict = "[bold green]EXACT[/]" if result["passed"] else "[bold red]NOT EXACT[/]"
+    console.print(
+        f"{verdict}: mode on, {equal} of {compared} log-probs differ from transformers; "
+        f"controls differ: {'yes' if all(r.passed for r in rows if not r.must_be_equal) else 'NO'} "
+        f"({result['seconds']:.0f} s)",
+        highlight=False,
+    )
