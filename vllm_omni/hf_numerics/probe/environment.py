@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions, hardware and commit of a run, for every result that is written."""
 
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -14,13 +15,16 @@ __all__ = ["describe", "plugin_commit"]
 
 
 def plugin_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with "+changes" where it was edited; None elsewhere."""
+    """The commit of the checkout that this package runs from, with "+changes" where it was edited.
+
+    Where it runs from a copy without git's files, the environment variable ``HF_NUMERICS_COMMIT``, or None.
+    """
     here = Path(__file__).resolve().parent
     try:
         commit = _git(here, "rev-parse", "HEAD")
         return commit + ("+changes" if _git(here, "status", "--porcelain", "--", here.parent.as_posix()) else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("HF_NUMERICS_COMMIT")
 
 
 def _git(folder: Path, *arguments: str) -> str:
