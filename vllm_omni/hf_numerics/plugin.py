@@ -41,8 +41,8 @@ def _require_regular_upstream() -> None:
 
     if getattr(vllm_omni, "__file__", None) is None:
         raise RuntimeError(
-            "needed vllm-omni as a regular package; got a namespace package without its __init__ (vllm-omni is missing, "
-            "or installed editable beside this plugin); install it normally: pip install vllm-omni==0.32.0rc1"
+            "needed vllm-omni as a regular package; got a namespace package without its __init__ (vllm-omni is "
+            "missing, or installed editable beside this plugin); install it normally: pip install vllm-omni==0.32.0rc1"
         )
 
 

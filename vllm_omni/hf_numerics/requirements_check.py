@@ -166,9 +166,7 @@ def _feature_refusals(facts: EngineFacts) -> list[str]:
     if facts.lora:
         found.append("needed LoRA off; got enable_lora=True (it changes the experts' kernel); merge the adapter")
     if facts.speculative is not None:
-        found.append(
-            f"needed no speculative decoding; got method={facts.speculative!r}; remove speculative_config"
-        )
+        found.append(f"needed no speculative decoding; got method={facts.speculative!r}; remove speculative_config")
     if facts.return_routed_experts:
         found.append("needed enable_return_routed_experts off; got on (the mode routes in its own op); switch it off")
     return found
@@ -253,4 +251,3 @@ def check_attention_backend(platform: str, resolved: str, layer: str) -> None:
         raise HFNumericsRefusal(
             f"needed the FLASH_ATTN attention backend at {layer}; got {resolved!r}; set attention_backend='FLASH_ATTN'"
         )
-

@@ -37,9 +37,7 @@ class HFNumericsDecoderLayer(qwen3_moe.Qwen3MoeDecoderLayer):
         attention.q_norm = HFNumericsRMSNorm(attention.head_dim, eps=eps)
         attention.k_norm = HFNumericsRMSNorm(attention.head_dim, eps=eps)
         rope = config.rope_parameters
-        attention.rotary_emb = HFNumericsMRotaryEmbedding(
-            attention.head_dim, rope["rope_theta"], rope["mrope_section"]
-        )
+        attention.rotary_emb = HFNumericsMRotaryEmbedding(attention.head_dim, rope["rope_theta"], rope["mrope_section"])
         check_attention_backend(current_platform.device_type, attention.attn.attn_backend.get_name(), prefix)
         if current_platform.is_cpu():
             cpu_reference.use_reference_linear(attention.qkv_proj, attention.o_proj, self.mlp.gate)

@@ -28,9 +28,7 @@ class HFNumericsSparseMoeBlock(Qwen3MoeSparseMoeBlock):
         self.renormalize = bool(text_config.norm_topk_prob)
         self.batch_invariant_gemm = current_platform.is_cpu()
         self.moe_backend = self.experts.routed_experts.quant_method.unquantized_backend.value
-        check_moe_backend(
-            current_platform.device_type, self.moe_backend, vllm_config.kernel_config.moe_backend, prefix
-        )
+        check_moe_backend(current_platform.device_type, self.moe_backend, vllm_config.kernel_config.moe_backend, prefix)
         if current_platform.is_cpu():
             cpu_reference.keep_experts_weights(self.experts.routed_experts)
 

@@ -24,6 +24,11 @@ __all__ = ["HFNumericsQwen3OmniMoeThinkerForConditionalGeneration", "HFNumericsT
 logger = init_logger(__name__)
 
 
+def _levels(deepstack_input_embeds: IntermediateTensors) -> list[torch.Tensor]:
+    """The deepstack levels in order, each ``[T, H]``: upstream's thinker names them so."""
+    return [deepstack_input_embeds[f"deepstack_input_embeds_{i}"] for i in range(len(deepstack_input_embeds))]
+
+
 class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
     """The thinker's text model: `HFNumericsDecoderLayer`, deepstack in transformers' order, the mode's final norm.
 
@@ -54,7 +59,7 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
         """
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         residual: torch.Tensor | None = None
-        levels = len(deepstack_input_embeds) if deepstack_input_embeds is not None else 0
+        deepstack = [] if deepstack_input_embeds is None else _levels(deepstack_input_embeds)
         wanted = frozenset(capture_layer_indices or ()) if return_hidden_states else frozenset()
         captured: dict[int, torch.Tensor] = {}
         if 0 in wanted:
@@ -64,10 +69,9 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
             hidden, residual = layer(positions, hidden, residual)
             if index + 1 in wanted:
                 captured[index + 1] = residual + hidden
-            if index < levels:
+            if index < len(deepstack):
                 # The sum is whole now: as before the first layer, there is no residual beside it.
-                level = deepstack_input_embeds[f"deepstack_input_embeds_{index}"]
-                hidden, residual = torch.ops.hf_numerics.add_deepstack(hidden, residual, level), None
+                hidden, residual = torch.ops.hf_numerics.add_deepstack(hidden, residual, deepstack[index]), None
 
         normed = self.norm(hidden) if residual is None else self.norm(hidden, residual)[0]
         if not return_hidden_states:

@@ -35,8 +35,6 @@ def add_rms_norm(
 
 
 @add_rms_norm.register_fake
-def _(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     normed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
     return normed, x.new_empty(x.shape)

@@ -20,9 +20,7 @@ from vllm_omni.hf_numerics.ops.arithmetic import TERM_BUDGET, exp, tree_sum
 __all__ = ["causal_attention", "reference"]
 
 
-def _block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
     """q ``[t, H, D]``, k and v ``[T, H, D]``, all float32; visible ``[t, T]`` bool. Returns ``[t, H, D]``."""
     # [D, H, t, 1] * [D, H, 1, T]
     scores = tree_sum(q.permute(2, 1, 0)[..., None] * k.permute(2, 1, 0)[:, :, None, :]) * scale

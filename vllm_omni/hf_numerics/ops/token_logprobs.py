@@ -44,9 +44,7 @@ def _v1(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(dim=-1, dtype=torch.float32).gather(-1, token_ids[:, None].long())[:, 0]
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, model_runner: str | None = None
-) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, model_runner: str | None = None) -> torch.Tensor:
     """Log-probability of ``token_ids[i]`` under ``logits[i]``; see the module's contract.
 
     Raises:

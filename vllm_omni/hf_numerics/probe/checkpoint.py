@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["PRESETS", "Preset", "seeded_tensor", "seeded_weights", "text_weight_shapes", "thinker_config", "write_checkpoint"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "seeded_tensor",
+    "seeded_weights",
+    "text_weight_shapes",
+    "thinker_config",
+    "write_checkpoint",
+]
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,9 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     """
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
-    identity = json.dumps([asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD], sort_keys=True)
+    identity = json.dumps(
+        [asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD], sort_keys=True
+    )
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():
         return target

@@ -38,15 +38,35 @@ def _add_demo(commands: Any) -> None:
         epilog="example: hf-numerics demo --requests 8 --tokens 512 --json result.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--preset", choices=("tiny", "real"), default="tiny", help="layer sizes; real: the thinker's own")
-    parser.add_argument("--layers", type=_positive, nargs="+", metavar="N", help="decoder layers, one run for each; the preset's where absent")
+    parser.add_argument(
+        "--preset", choices=("tiny", "real"), default="tiny", help="layer sizes; real: the thinker's own"
+    )
+    parser.add_argument(
+        "--layers",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="decoder layers, one run for each; the preset's where absent",
+    )
     parser.add_argument("--requests", type=_positive, default=4, help="concurrent requests, of different lengths")
     parser.add_argument("--tokens", type=_positive, default=256, help="tokens to sample for each request")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of weights and activations")
-    parser.add_argument("--execution", choices=("eager", "graphs"), nargs="+", default=["eager"], help="eager, or torch.compile with CUDA graphs where the device has them; one run for each")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of weights and activations"
+    )
+    parser.add_argument(
+        "--execution",
+        choices=("eager", "graphs"),
+        nargs="+",
+        default=["eager"],
+        help="eager, or torch.compile with CUDA graphs where the device has them; one run for each",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output, table to standard error")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output, table to standard error"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the records and the logs of every process here")
     parser.add_argument("--cache", type=Path, default=_cache_folder(), help="where checkpoints are kept")
     parser.set_defaults(run=_demo)

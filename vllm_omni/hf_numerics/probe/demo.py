@@ -16,8 +16,8 @@ from typing import Any
 from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, Preset, write_checkpoint
 from vllm_omni.hf_numerics.probe.compare import Comparison, compare
 from vllm_omni.hf_numerics.probe.environment import describe
-from vllm_omni.hf_numerics.probe.records import Record
 from vllm_omni.hf_numerics.probe.recompute import Pass, RecomputeSpec
+from vllm_omni.hf_numerics.probe.records import Record
 from vllm_omni.hf_numerics.probe.rollout import RolloutSpec
 
 __all__ = ["DemoError", "DemoSpec", "Row", "run", "summary"]
@@ -105,7 +105,12 @@ def run(spec: DemoSpec, say: Callable[[str], Any], keep: Path | None = None) -> 
         say("checkpoint: writing a random thinker, unless it is in the cache")
         checkpoint = write_checkpoint(spec.preset, spec.cache, spec.seed, spec.dtype)
         environment = _environment(spec)
-        common = {"checkpoint": str(checkpoint), "preset": spec.preset, "seed": spec.seed, "dtype": spec.dtype}
+        common: dict[str, Any] = {
+            "checkpoint": str(checkpoint),
+            "preset": spec.preset,
+            "seed": spec.seed,
+            "dtype": spec.dtype,
+        }
         for mode in ("on", "off"):
             say(f"rollout, mode {mode}: vLLM samples {spec.requests} x {spec.tokens} tokens ({spec.execution})")
             rollout = RolloutSpec(
@@ -159,7 +164,9 @@ def _row_summary(row: Row) -> dict[str, Any]:
     }
 
 
-def summary(spec: DemoSpec, rows: list[Row], fingerprint: dict[str, Any], seconds: float, command: str) -> dict[str, Any]:
+def summary(
+    spec: DemoSpec, rows: list[Row], fingerprint: dict[str, Any], seconds: float, command: str
+) -> dict[str, Any]:
     """A run as JSON data: what ran where, and what came out."""
     return {
         "command": command,
@@ -177,7 +184,9 @@ def preset(name: str, layers: int | None) -> Preset:
     return PRESETS[name] if layers is None else dataclasses.replace(PRESETS[name], layers=layers)
 
 
-def timed(spec: DemoSpec, say: Callable[[str], Any], command: str, keep: Path | None = None) -> tuple[list[Row], dict[str, Any]]:
+def timed(
+    spec: DemoSpec, say: Callable[[str], Any], command: str, keep: Path | None = None
+) -> tuple[list[Row], dict[str, Any]]:
     """`run` and its `summary`."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hf-numerics-records-") as own:

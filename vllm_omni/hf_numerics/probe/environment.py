@@ -4,7 +4,7 @@
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def describe(device: str) -> dict[str, Any]:
 
         hardware = torch.cuda.get_device_name()
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "hardware": hardware,
         "versions": {**installed_versions(), "python": platform.python_version(), "hf_numerics": __version__},

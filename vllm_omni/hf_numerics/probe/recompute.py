@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from vllm_omni.hf_numerics.probe.checkpoint import Preset, seeded_tensor
 from vllm_omni.hf_numerics.probe.environment import describe
@@ -61,9 +61,10 @@ class RecomputeSpec:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def load_model(spec: RecomputeSpec) -> nn.Module:
+def load_model(spec: RecomputeSpec) -> Any:
     """The thinker in transformers, on the spec's device, with the rollout's weights."""
-    from transformers import AutoConfig, Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
+    from transformers import AutoConfig
+    from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
     dtype = getattr(torch, spec.dtype)
     if spec.preset.weights == "file":
@@ -80,7 +81,7 @@ def load_model(spec: RecomputeSpec) -> nn.Module:
 
 
 @contextmanager
-def _numerics(model: nn.Module, kind: str) -> Iterator[None]:
+def _numerics(model: Any, kind: str) -> Iterator[None]:
     from vllm_omni.hf_numerics.trainer import align
 
     if kind == "plain":
@@ -104,7 +105,9 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], kind: str, model_runne
 
 
 @torch.no_grad()
-def recompute(model: nn.Module, sequences: list[TokenSequence], kind: str, layout: str, model_runner: str) -> list[TokenSequence]:
+def recompute(
+    model: Any, sequences: list[TokenSequence], kind: str, layout: str, model_runner: str
+) -> list[TokenSequence]:
     """Teacher-force the sequences.
 
     Args:

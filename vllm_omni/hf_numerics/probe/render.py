@@ -45,8 +45,8 @@ def demo_table(console: Console, rows: list[Row], result: dict[str, Any]) -> Non
     """The table of one demo run and its verdict line."""
     spec, environment = result["spec"], result["environment"]
     table = Table(
-        title=f"{spec['preset_name']} thinker, {spec['preset']['layers']} layers, {spec['dtype']}, {spec['execution']}, "
-        f"on {environment['device'].upper()} ({environment['hardware']})"
+        title=f"{spec['preset_name']} thinker, {spec['preset']['layers']} layers, {spec['dtype']}, "
+        f"{spec['execution']}, on {environment['device'].upper()} ({environment['hardware']})"
     )
     for name in ("mode", "trainer", "layout"):
         table.add_column(name)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that the probe makes inside vLLM's worker (``worker_extension_cls``)."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,10 @@ def _thinker_of(model: nn.Module) -> nn.Module:
 
 class ProbeWorkerExtension:
     """Mixed into vLLM's worker class; every method runs in the worker process."""
+
+    # Of the worker that this is mixed into.
+    get_model: Callable[[], nn.Module]
+    model_config: Any
 
     def hf_numerics_fingerprint(self) -> dict[str, Any]:
         """What this worker runs; ``{"mode": "off"}`` and the thinker's class where the stock thinker was built."""

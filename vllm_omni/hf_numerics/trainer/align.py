@@ -49,7 +49,7 @@ class Alignment:
         self.undo()
 
 
-def _thinker_of(model: nn.Module) -> nn.Module:
+def _thinker_of(model: nn.Module) -> Any:
     from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
     thinker = getattr(model, "thinker", model)
@@ -78,7 +78,7 @@ def _linear_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return torch.ops.hf_numerics.linear(x, self.weight, self.bias)
 
 
-def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     weights, ids = from_logits(logits, self.top_k, self.norm_topk_prob)
     return logits, weights, ids
@@ -103,7 +103,7 @@ def _with_layout(text_model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-def _repair_inv_freq(handle: Alignment, rotary: nn.Module) -> None:
+def _repair_inv_freq(handle: Alignment, rotary: Any) -> None:
     """Give the rotary embedding the CPU's inverse frequencies where it holds others (built on a GPU, or cast)."""
     config = rotary.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -113,7 +113,7 @@ def _repair_inv_freq(handle: Alignment, rotary: nn.Module) -> None:
         rotary.inv_freq = exact
 
 
-def _apply(handle: Alignment, thinker: nn.Module) -> None:
+def _apply(handle: Alignment, thinker: Any) -> None:
     text, device = thinker.model, thinker.lm_head.weight.device
     if device.type == "cuda":
         handle._on_undo("vLLM's batch-invariant aten overrides", batch_invariance.enable())

