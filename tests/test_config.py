@@ -55,8 +55,7 @@ def test_other_values_are_errors(value):
 @pytest.mark.parametrize(
     "key",
     ["hf-numerics", "hf_numeric", "HF_NUMERICS", "hfnumerics", "hf_numerics_", "HF-Numerics", "hfNumerics"]
-    + ["hf numerics", " hf_numerics", "hf_numerics ", "hf_numercis", "fh_numerics", "hf.numerics", "use_hf_numerics"]
-    + ["enable_hf_numerics", "hf_numerics_enabled", "vllm_omni_hf_numerics", "hf_numerics.enabled"],
+    + ["hf numerics", " hf_numerics", "hf_numerics ", "hf_numercis", "fh_numerics", "hf.numerics"],
 )
 @pytest.mark.parametrize("value", [True, False, "true"])
 def test_misspelt_key_is_an_error(key, value):
@@ -64,6 +63,15 @@ def test_misspelt_key_is_an_error(key, value):
         is_enabled({key: value})
     message = str(caught.value)
     assert f"needed the key {KEY!r}" in message and repr(key) in message and f"set {KEY!r}" in message
+
+
+@pytest.mark.parametrize(
+    "key", ["use_hf_numerics", "enable_hf_numerics", "hf_numerics_enabled", "vllm_omni_hf_numerics", "hf_numerics.on"]
+)
+def test_key_that_contains_ours_is_an_error(key):
+    """Such a key was meant for the mode; ignoring it would be a flag that silently does nothing."""
+    with pytest.raises(HFNumericsConfigError, match=key):
+        is_enabled({key: True})
 
 
 def test_misspelt_key_beside_the_right_one_is_an_error():

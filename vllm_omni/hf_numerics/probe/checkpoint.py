@@ -10,7 +10,7 @@ device from a seed and each parameter's name (`seeded_weights`): 57 GB need not 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ class Preset:
     vocabulary: int
     mrope_section: tuple[int, int, int]
     weights: str
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any] | None) -> "Preset | None":
+        """From JSON data, which turns the sections' tuple into a list; None stays None."""
+        return None if data is None else cls(**{**data, "mrope_section": tuple(data["mrope_section"])})
 
 
 PRESETS = {

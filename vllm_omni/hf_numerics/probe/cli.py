@@ -86,6 +86,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from vllm_omni.hf_numerics.probe import demo, render
+    from vllm_omni.hf_numerics.probe.side import SideError
 
     console = Console(stderr=arguments.json == "-")
     device = _device(arguments.device)
@@ -108,7 +109,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             try:
                 with render.steps(console) as say:
                     rows, result = demo.timed(spec, say, command, keep)
-            except demo.DemoError as error:
+            except SideError as error:
                 console.print(f"[bold red]failed[/]: {error}", highlight=False, markup=True)
                 return UNUSABLE
             render.demo_table(console, rows, result)

@@ -83,6 +83,11 @@ def _obstacles(left: Record, right: Record) -> list[str]:
                 found.append(f"inputs differ: request {request}, {name} part at index {at}")
     if left.weights != right.weights:
         found.append(f"weights differ: {left.weights!r} against {right.weights!r}")
+    if left.weight_checksums and right.weight_checksums:
+        names = sorted(left.weight_checksums.keys() | right.weight_checksums.keys())
+        changed = [n for n in names if left.weight_checksums.get(n) != right.weight_checksums.get(n)]
+        if changed:
+            found.append(f"weights differ: {len(changed)} of {len(names)} tensors, the first is {changed[0]}")
     for name in sorted(left.semantics.keys() | right.semantics.keys()):
         ours, theirs = left.semantics.get(name), right.semantics.get(name)
         if ours != theirs:

@@ -2,10 +2,7 @@
 """The main job: sample with vLLM, recompute with transformers, count the log-probs that differ."""
 
 import dataclasses
-import os
-import shutil
-import subprocess
-import sys
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,18 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_omni.hf_numerics.probe import recompute, rollout
 from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, Preset, write_checkpoint
 from vllm_omni.hf_numerics.probe.compare import Comparison, compare
 from vllm_omni.hf_numerics.probe.environment import describe
-from vllm_omni.hf_numerics.probe.recompute import Pass, RecomputeSpec
 from vllm_omni.hf_numerics.probe.records import Record
-from vllm_omni.hf_numerics.probe.rollout import RolloutSpec
+from vllm_omni.hf_numerics.probe.side import Side, environment_for
 
-__all__ = ["DemoError", "DemoSpec", "Row", "run", "summary"]
-
-
-class DemoError(RuntimeError):
-    """A process of the demo failed; the message ends with its log."""
+__all__ = ["DemoSpec", "Row", "preset", "prompts", "run", "sides", "summary", "timed"]
 
 
 @dataclass(frozen=True)
@@ -69,82 +62,62 @@ _ROWS = (
 )
 
 
-def _environment(spec: DemoSpec) -> dict[str, str]:
-    """The variables that both sides need; the user's own settings of vLLM's cache size win."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if spec.device == "cpu":
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker in one process: a quicker start
-    else:
-        environment["VLLM_BATCH_INVARIANT"] = "1"
-    return environment
+def prompts(vocabulary: int, requests: int, seed: int) -> list[list[int]]:
+    """Prompts of different lengths (8 to 200 tokens), the same for every arm of one seed."""
+    draw = random.Random(seed)
+    ordinary = vocabulary - 32  # special tokens end the vocabulary
+    return [[draw.randrange(ordinary) for _ in range(draw.randint(8, 200))] for _ in range(requests)]
 
 
-def _call(module: str, arguments: list[Path], environment: dict[str, str], log: Path) -> None:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    with log.open("w", encoding="utf-8") as stream:
-        code = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT).returncode
-    if code:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
-        raise DemoError(f"{module} ended with exit code {code}; the end of its log:\n{tail}")
+def sides(
+    preset: Preset, cache: Path, seed: int, dtype: str, device: str, execution: str, engine: dict[str, Any]
+) -> tuple[rollout.RolloutSpec, recompute.TrainerSpec]:
+    """Both sides over one random checkpoint, the mode on; writes the checkpoint unless it is in the cache."""
+    checkpoint = str(write_checkpoint(preset, cache, seed, dtype))
+    seeded = preset if preset.weights == "seeded" else None
+    return (
+        rollout.RolloutSpec(checkpoint, seed, dtype, device, True, execution, seeded, engine),
+        recompute.TrainerSpec(checkpoint, seed, dtype, device, seeded),
+    )
 
 
-def run(spec: DemoSpec, say: Callable[[str], Any], keep: Path | None = None) -> list[Row]:
-    """Run both arms and the trainer passes.
+def run(spec: DemoSpec, say: Callable[[str], Any], folder: Path) -> list[Row]:
+    """Run both arms and the trainer passes, one process at a time: each may need the whole device.
 
     Args:
         spec: what to run.
         say: called with a line before each step that takes seconds.
-        keep: folder for the records and logs; None throws them away.
+        folder: for the records and logs.
 
     Raises:
-        DemoError: a process failed.
+        SideError: a process failed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="hf-numerics-"))
-    try:
-        say("checkpoint: writing a random thinker, unless it is in the cache")
-        checkpoint = write_checkpoint(spec.preset, spec.cache, spec.seed, spec.dtype)
-        environment = _environment(spec)
-        common: dict[str, Any] = {
-            "checkpoint": str(checkpoint),
-            "preset": spec.preset,
-            "seed": spec.seed,
-            "dtype": spec.dtype,
-        }
-        for mode in ("on", "off"):
-            say(f"rollout, mode {mode}: vLLM samples {spec.requests} x {spec.tokens} tokens ({spec.execution})")
-            rollout = RolloutSpec(
-                **common,
-                device=spec.device,
-                hf_numerics=mode == "on",
-                execution=spec.execution,
-                requests=spec.requests,
-                tokens=spec.tokens,
+    say("checkpoint: writing a random thinker, unless it is in the cache")
+    requests = prompts(spec.preset.vocabulary, spec.requests, spec.seed)
+    engine = {
+        "max_model_len": -(-(max(map(len, requests)) + spec.tokens) // 64) * 64,
+        "max_num_batched_tokens": 128,  # less than the prompts together: prefills are chunked
+    }
+    sampler, trainer = sides(spec.preset, spec.cache, spec.seed, spec.dtype, spec.device, spec.execution, engine)
+    environment = environment_for(spec.device)
+    weights = f"{Path(sampler.checkpoint).name} seed {spec.seed}"
+    for mode in ("on", "off"):
+        say(f"rollout, mode {mode}: vLLM samples {spec.requests} x {spec.tokens} tokens ({spec.execution})")
+        arm = dataclasses.replace(sampler, hf_numerics=mode == "on")
+        with Side(rollout.MODULE, asdict(arm), environment, folder / f"{mode}.log") as side:
+            tokens = [spec.tokens] * spec.requests
+            side.call(
+                do="sample", prompts=requests, max_tokens=tokens, out=str(folder / f"{mode}.json"), weights=weights
             )
-            rollout.write(folder / f"{mode}.spec.json")
-            files = [folder / f"{mode}.spec.json", folder / f"{mode}.json"]
-            _call("vllm_omni.hf_numerics.probe.rollout", files, environment, folder / f"{mode}.log")
-        say("trainer: transformers teacher-forces every sequence, alone and packed")
-        passes = [
-            Pass(str(folder / f"{mode}.json"), str(folder / f"{mode}-{numerics}-{layout}.json"), numerics, layout)
-            for mode, numerics, layout, _ in _ROWS
-        ]
-        RecomputeSpec(**common, device=spec.device, passes=passes).write(folder / "trainer.spec.json")
-        trainer_files = [folder / "trainer.spec.json"]
-        _call("vllm_omni.hf_numerics.probe.recompute", trainer_files, environment, folder / "trainer.log")
-        return [
-            Row(*row, compare(Record.read(Path(item.rollout)), Record.read(Path(item.out))))
-            for row, item in zip(_ROWS, passes, strict=True)
-        ]
-    finally:
-        if keep is not None:
-            shutil.copytree(folder, keep, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def fingerprint(keep: Path) -> dict[str, Any]:
-    """The mode-on worker's fingerprint of a kept run."""
-    return Record.read(keep / "on.json").fingerprint
+    say("trainer: transformers teacher-forces every sequence, alone and packed")
+    rows = []
+    with Side(recompute.MODULE, asdict(trainer), environment, folder / "trainer.log") as side:
+        for mode, numerics, layout, must_be_equal in _ROWS:
+            sampled, out = folder / f"{mode}.json", folder / f"{mode}-{numerics}-{layout}.json"
+            side.call(do="recompute", rollout=str(sampled), out=str(out), numerics=numerics, layout=layout)
+            outcome = compare(Record.read(sampled), Record.read(out))
+            rows.append(Row(mode, numerics, layout, must_be_equal, outcome))
+    return rows
 
 
 def _row_summary(row: Row) -> dict[str, Any]:
@@ -187,9 +160,11 @@ def preset(name: str, layers: int | None) -> Preset:
 def timed(
     spec: DemoSpec, say: Callable[[str], Any], command: str, keep: Path | None = None
 ) -> tuple[list[Row], dict[str, Any]]:
-    """`run` and its `summary`."""
+    """`run` and its `summary`; ``keep`` is a folder for the records and logs, None throws them away."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hf-numerics-records-") as own:
+    with tempfile.TemporaryDirectory(prefix="hf-numerics-") as own:
         folder = keep or Path(own)
+        folder.mkdir(parents=True, exist_ok=True)
         rows = run(spec, say, folder)
-        return rows, summary(spec, rows, fingerprint(folder), time.monotonic() - started, command)
+        fingerprint = Record.read(folder / "on.json").fingerprint
+        return rows, summary(spec, rows, fingerprint, time.monotonic() - started, command)

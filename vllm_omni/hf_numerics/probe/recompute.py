@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer side of the probe: teacher-force a rollout's tokens through transformers and record it.
+"""The trainer side of the probe: a rollout's tokens teacher-forced through transformers. Runs as a `side.Side`."""
 
-Runs as a process of its own, ``python -m vllm_omni.hf_numerics.probe.recompute SPEC``: one model, several passes.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +13,42 @@ import torch.nn.functional as F
 from vllm_omni.hf_numerics.probe.checkpoint import Preset, seeded_tensor
 from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
+from vllm_omni.hf_numerics.probe.side import serve
 
-__all__ = ["Pass", "RecomputeSpec", "load_model", "recompute", "run"]
+__all__ = ["LAYOUTS", "MODULE", "NUMERICS", "TrainerSpec", "load_model", "recompute"]
 
+MODULE = "vllm_omni.hf_numerics.probe.recompute"
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward of a rollout's tokens.
-
-    Attributes:
-        rollout: path of the rollout's record.
-        out: path of the record to write.
-        numerics: "aligned", "aligned_grouped_mm" (aligned but for the experts: the control), or "plain" (transformers
-            as it comes, log-probs by ``log_softmax`` of float32 logits).
-        layout: "alone" (a forward for each sequence) or "packed" (one row with all of them).
-    """
-
-    rollout: str
-    out: str
-    numerics: str
-    layout: str
+# "aligned_grouped_mm" is aligned but for transformers' own experts: a control. "plain" is transformers as it comes, its
+# log-probs by log_softmax of float32 logits.
+NUMERICS = ("aligned", "aligned_grouped_mm", "plain")
+LAYOUTS = ("alone", "packed")
+# Tokens in one packed row, so that a row's logits fit beside the model.
+_PACKED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class RecomputeSpec:
-    """One model and the passes to make with it."""
+class TrainerSpec:
+    """One model: checkpoint, seed of seeded weights, dtype, device, and the sizes where weights are seeded."""
 
     checkpoint: str
-    preset: Preset
     seed: int
     dtype: str
     device: str
-    passes: list[Pass]
+    seeded: Preset | None = None
 
     @classmethod
-    def read(cls, path: Path) -> "RecomputeSpec":
-        data = json.loads(path.read_text(encoding="utf-8"))
-        passes = [Pass(**item) for item in data["passes"]]
-        return cls(**{**data, "preset": Preset(**data["preset"]), "passes": passes})
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def from_dict(cls, data: dict[str, Any]) -> "TrainerSpec":
+        return cls(**{**data, "seeded": Preset.from_dict(data["seeded"])})
 
 
-def load_model(spec: RecomputeSpec) -> Any:
+def load_model(spec: TrainerSpec) -> Any:
     """The thinker in transformers, on the spec's device, with the rollout's weights."""
     from transformers import AutoConfig
     from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
     dtype = getattr(torch, spec.dtype)
-    if spec.preset.weights == "file":
+    if spec.seeded is None:
         return Thinker.from_pretrained(spec.checkpoint, dtype=dtype).to(spec.device).eval()
     config = AutoConfig.from_pretrained(spec.checkpoint).thinker_config
     with torch.device(spec.device):
@@ -100,8 +81,22 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], kind: str, model_runne
     if kind == "plain":
         values = F.log_softmax(logits.float(), dim=-1).gather(-1, ids[:, None])[:, 0]
     else:
-        values = token_logprobs(logits, ids, model_runner)
+        values = token_logprobs(logits, ids, model_runner=model_runner)
     return [bits_of(value) for value in values.tolist()]
+
+
+def _groups(sequences: list[TokenSequence], layout: str) -> Iterator[list[TokenSequence]]:
+    group: list[TokenSequence] = []
+    size = 0
+    for sequence in sequences:
+        length = len(sequence.prompt_token_ids) + len(sequence.token_ids)
+        if group and (layout == "alone" or size + length > _PACKED_TOKENS):
+            yield group
+            group, size = [], 0
+        group.append(sequence)
+        size += length
+    if group:
+        yield group
 
 
 @torch.no_grad()
@@ -113,14 +108,13 @@ def recompute(
     Args:
         model: the thinker.
         sequences: what the rollout sampled; its log-probs are not read.
-        kind: numerics of the pass, see `Pass`.
-        layout: "alone" or "packed".
+        kind: one of `NUMERICS`; the caller has set it up.
+        layout: "alone" (a forward for each) or "packed" (rows of up to 8192 tokens).
         model_runner: whose sampler's formula, "v1" or "v2".
     """
     device = model.lm_head.weight.device
-    groups = [[sequence] for sequence in sequences] if layout == "alone" else [sequences]
     results = []
-    for group in groups:
+    for group in _groups(sequences, layout):
         whole = [sequence.prompt_token_ids + sequence.token_ids for sequence in group]
         ids = torch.tensor([token for tokens in whole for token in tokens], device=device)[None]
         positions = torch.cat([torch.arange(len(tokens), device=device) for tokens in whole])[None]
@@ -136,24 +130,44 @@ def recompute(
     return results
 
 
-def run(spec: RecomputeSpec) -> None:
-    """Make every pass and write its record."""
-    model = load_model(spec)
-    environment = describe(spec.device)
-    for item in spec.passes:
-        rollout = Record.read(Path(item.rollout))
-        model_runner = rollout.fingerprint.get("model_runner") or ("v2" if spec.device == "cuda" else "v1")
-        with _numerics(model, item.numerics):
-            sequences = recompute(model, rollout.sequences, item.numerics, item.layout, model_runner)
+class _Trainer:
+    """Answers requests with one model."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm_omni.hf_numerics.probe.weights import transformers_checksums
+
+        self.spec = TrainerSpec.from_dict(spec)
+        self.model = load_model(self.spec)
+        self.environment = describe(self.spec.device)
+        self.checksums = transformers_checksums(self.model)
+
+    def recompute(self, rollout: str, out: str, numerics: str, layout: str) -> dict[str, Any]:
+        """Teacher-force a rollout's record and write the trainer's record to ``out``."""
+        source = Record.read(Path(rollout))
+        model_runner = source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
+        with _numerics(self.model, numerics):
+            sequences = recompute(self.model, source.sequences, numerics, layout, model_runner)
         Record(
             side="trainer",
-            label=f"transformers {item.numerics}, {item.layout}",
+            label=f"transformers {numerics}, {layout}",
             sequences=sequences,
-            semantics=rollout.semantics,
-            weights=rollout.weights,
-            environment=environment,
-        ).write(Path(item.out))
+            semantics=source.semantics,
+            weights=source.weights,
+            weight_checksums=self.checksums,
+            environment=self.environment,
+        ).write(Path(out))
+        return {}
+
+    def capture(self, prompt: list[int], out: str, numerics: str, inject: dict[str, Any] | None = None) -> list[str]:
+        """Run one prompt and write what its rows were after every op to ``out``; returns the names of the ops."""
+        from vllm_omni.hf_numerics.probe.taps import capture_transformers
+
+        with _numerics(self.model, numerics):
+            return capture_transformers(self.model, prompt, Path(out), inject)
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        return getattr(self, request.pop("do"))(**request)
 
 
 if __name__ == "__main__":
-    run(RecomputeSpec.read(Path(sys.argv[1])))
+    serve(lambda spec: _Trainer(spec).answer)

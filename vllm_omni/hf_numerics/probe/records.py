@@ -68,6 +68,7 @@ class Record:
         sequences: the requests, in order.
         semantics: what the log-probs mean: temperature, top_p, top_k, logprobs_mode.
         weights: what identifies the weights, e.g. a checkpoint's name or a checksum.
+        weight_checksums: checksum of every text weight by transformers' name; empty where a side cannot tell.
         environment: versions, hardware, flags, parallel sizes.
         fingerprint: what the worker said of itself; empty for a trainer.
     """
@@ -77,6 +78,7 @@ class Record:
     sequences: list[TokenSequence]
     semantics: dict[str, Any]
     weights: str
+    weight_checksums: dict[str, int] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
@@ -115,6 +117,7 @@ class Record:
             sequences=[_sequence(item) for item in _checked(data, "sequences", list)],
             semantics=_checked(data, "semantics", dict),
             weights=_checked(data, "weights", str),
+            weight_checksums=_checked(data, "weight_checksums", dict),
             environment=_checked(data, "environment", dict),
             fingerprint=_checked(data, "fingerprint", dict),
         )

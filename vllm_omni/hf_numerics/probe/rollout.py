@@ -1,114 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout side of the probe: sample with the real vLLM engine and record it.
+"""The rollout side of the probe: the real vLLM engine, sampling and recorded. Runs as a `side.Side`."""
 
-Runs as a process of its own, ``python -m vllm_omni.hf_numerics.probe.rollout SPEC OUT``, so that the engine's memory
-and the environment variables that vLLM reads at import end with it.
-"""
-
-import json
-import random
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_omni.hf_numerics.probe.checkpoint import Preset
 from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
+from vllm_omni.hf_numerics.probe.side import serve
 
-__all__ = ["RolloutSpec", "engine_arguments", "prompts", "run"]
+__all__ = ["MODULE", "RolloutSpec"]
+
+MODULE = "vllm_omni.hf_numerics.probe.rollout"
 
 _TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """One engine run. ``execution`` is "eager" or "graphs" (torch.compile, and CUDA graphs on CUDA)."""
+    """One engine.
+
+    Attributes:
+        checkpoint: folder or name of the model.
+        seed: of sampling, and of the weights where they are seeded.
+        dtype: vLLM's ``dtype``.
+        device: "cuda" or "cpu".
+        hf_numerics: the mode.
+        execution: "eager" or "graphs" (torch.compile, and CUDA graphs on CUDA).
+        seeded: sizes whose weights are drawn on the device; None loads the checkpoint's own.
+        engine: more keyword arguments of ``vllm.LLM``; they win.
+    """
 
     checkpoint: str
-    preset: Preset
     seed: int
     dtype: str
     device: str
     hf_numerics: bool
     execution: str
-    requests: int
-    tokens: int
+    seeded: Preset | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         return f"hf_numerics {'on' if self.hf_numerics else 'off'}, {self.execution}"
 
     @classmethod
-    def read(cls, path: Path) -> "RolloutSpec":
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**data, "preset": Preset(**data["preset"])})
+    def from_dict(cls, data: dict[str, Any]) -> "RolloutSpec":
+        return cls(**{**data, "seeded": Preset.from_dict(data["seeded"])})
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-
-def prompts(spec: RolloutSpec) -> list[list[int]]:
-    """Prompts of different lengths (8 to 200 tokens), the same for every arm of one seed."""
-    draw = random.Random(spec.seed)
-    ordinary = spec.preset.vocabulary - 32  # special tokens end the vocabulary
-    return [[draw.randrange(ordinary) for _ in range(draw.randint(8, 200))] for _ in range(spec.requests)]
-
-
-def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM``."""
-    longest = max(map(len, prompts(spec))) + spec.tokens
-    arguments: dict[str, Any] = {
-        "model": spec.checkpoint,
-        "dtype": spec.dtype,
-        "seed": spec.seed,
-        "skip_tokenizer_init": True,
-        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
-        "enforce_eager": spec.execution == "eager",
-        "max_model_len": -(-longest // 64) * 64,
-        "max_num_batched_tokens": 128,  # less than the prompts together: prefills are chunked
-        "additional_config": {"hf_numerics": spec.hf_numerics},
-        "worker_extension_cls": "vllm_omni.hf_numerics.probe.worker.ProbeWorkerExtension",
-    }
-    if spec.device == "cpu":
-        arguments["gpu_memory_utilization"] = 0.4  # of the machine's memory; the name is vLLM's
-    else:
-        arguments["moe_backend"] = "triton"
-    if spec.preset.weights == "seeded":
-        arguments["load_format"] = "dummy"
-    return arguments
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``vllm.LLM``."""
+        arguments: dict[str, Any] = {
+            "model": self.checkpoint,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "skip_tokenizer_init": True,
+            "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+            "enforce_eager": self.execution == "eager",
+            "additional_config": {"hf_numerics": self.hf_numerics},
+            "worker_extension_cls": "vllm_omni.hf_numerics.probe.worker.ProbeWorkerExtension",
+        }
+        if self.device == "cpu":
+            arguments["gpu_memory_utilization"] = 0.4  # of the machine's memory; the name is vLLM's
+        else:
+            arguments["moe_backend"] = "triton"
+        if self.seeded is not None:
+            arguments["load_format"] = "dummy"
+        return {**arguments, **self.engine}
 
 
-def run(spec: RolloutSpec) -> Record:
-    """Start the engine, sample every prompt concurrently at temperature 1, and record the sampled tokens."""
-    from vllm import LLM, SamplingParams
+class _Rollout:
+    """Answers requests with one engine."""
 
-    engine = LLM(**engine_arguments(spec))
-    if spec.preset.weights == "seeded":
-        engine.collective_rpc("hf_numerics_load_seeded_weights", args=(asdict(spec.preset), spec.seed))
-    # No per-request seed: vLLM 0.32 on the CPU rewinds such a generator by an offset that CPU generators lack.
-    sampling = SamplingParams(
-        temperature=_TEMPERATURE, max_tokens=spec.tokens, ignore_eos=True, logprobs=0, detokenize=False
-    )
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts(spec)], sampling)
-    fingerprint = engine.collective_rpc("hf_numerics_fingerprint")[0]
-    sequences = []
-    for output in outputs:
-        sampled = output.outputs[0]
-        values = [entry[token].logprob for entry, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
-        sequences.append(
-            TokenSequence(list(output.prompt_token_ids), list(sampled.token_ids), [bits_of(v) for v in values])
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.spec = RolloutSpec.from_dict(spec)
+        self.engine = LLM(**self.spec.engine_arguments())
+        if self.spec.seeded is not None:
+            arguments = (asdict(self.spec.seeded), self.spec.seed)
+            self.engine.collective_rpc("hf_numerics_load_seeded_weights", args=arguments)
+        self.fingerprint = self.engine.collective_rpc("hf_numerics_fingerprint")[0]
+        self.environment = describe(self.spec.device)
+
+    def _generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[TokenSequence]:
+        from vllm import SamplingParams
+
+        # No per-request seed: vLLM 0.32 on the CPU rewinds such a generator by an offset that CPU generators lack.
+        sampling = [
+            SamplingParams(temperature=_TEMPERATURE, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
+            for n in max_tokens
+        ]
+        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        sequences = []
+        for output in self.engine.generate(inputs, sampling, use_tqdm=False):
+            sampled = output.outputs[0]
+            values = [entry[token].logprob for entry, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+            bits = [bits_of(value) for value in values]
+            sequences.append(TokenSequence(list(output.prompt_token_ids), list(sampled.token_ids), bits))
+        return sequences
+
+    def sample(self, prompts: list[list[int]], max_tokens: list[int], out: str, weights: str) -> dict[str, Any]:
+        """Sample every prompt concurrently at temperature 1 and write the record to ``out``."""
+        record = Record(
+            side="rollout",
+            label=self.spec.label,
+            sequences=self._generate(prompts, max_tokens),
+            semantics={"temperature": _TEMPERATURE, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"},
+            weights=weights,
+            weight_checksums=self.engine.collective_rpc("hf_numerics_weight_checksums")[0],
+            environment=self.environment,
+            fingerprint=self.fingerprint,
         )
-    return Record(
-        side="rollout",
-        label=spec.label,
-        sequences=sequences,
-        semantics={"temperature": _TEMPERATURE, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"},
-        weights=f"{Path(spec.checkpoint).name} seed {spec.seed}",
-        environment=describe(spec.device),
-        fingerprint=fingerprint,
-    )
+        record.write(Path(out))
+        return {"tokens": record.tokens}
+
+    def capture(
+        self, prompts: list[list[int]], out: str, inject: dict[str, Any] | None = None, cached: bool = False
+    ) -> list[str]:
+        """Prefill the prompts together and write what the first one's rows were after every op to ``out``.
+
+        Args:
+            prompts: tokens of each request; together they fit one step.
+            out: safetensors file to write.
+            inject: see `taps.VllmCapture`.
+            cached: prefill the first prompt beforehand, so that its whole blocks come from the prefix cache and only
+                its last rows are computed and written.
+
+        Returns:
+            Names of the points, in order.
+        """
+        if self.spec.execution != "eager":
+            raise ValueError(
+                "needed eager execution; got compiled graphs, which hide the modules; set execution='eager'"
+            )
+        self.engine.reset_prefix_cache()
+        if cached:
+            self._generate(prompts[:1], [1])
+        self.engine.collective_rpc("hf_numerics_capture_start", args=(inject,))
+        self._generate(prompts, [1] * len(prompts))
+        return self.engine.collective_rpc("hf_numerics_capture_stop", args=(len(prompts[0]), out))[0]
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        return getattr(self, request.pop("do"))(**request)
 
 
 if __name__ == "__main__":
-    run(RolloutSpec.read(Path(sys.argv[1]))).write(Path(sys.argv[2]))
+    serve(lambda spec: _Rollout(spec).answer)

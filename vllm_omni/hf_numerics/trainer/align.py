@@ -11,7 +11,7 @@ from torch import nn
 
 from vllm_omni.hf_numerics import versions
 from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (registers the op)
-from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+from vllm_omni.hf_numerics.ops.mrope import cos_sin, default_inv_freq
 from vllm_omni.hf_numerics.ops.route import from_logits
 from vllm_omni.hf_numerics.trainer import batch_invariance
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
@@ -103,14 +103,23 @@ def _with_layout(text_model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-def _repair_inv_freq(handle: Alignment, rotary: Any) -> None:
-    """Give the rotary embedding the CPU's inverse frequencies where it holds others (built on a GPU, or cast)."""
+def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers 5.19's angles in any version: 5.16 to 5.18 take them from a matmul, which may run at TF32."""
+    batch, length = position_ids.shape[-2:]
+    positions = position_ids.expand(3, batch, length).reshape(3, batch * length)
+    cos, sin = cos_sin(positions, self.inv_freq, self.mrope_section, x.dtype)
+    return cos.view(batch, length, -1), sin.view(batch, length, -1)
+
+
+def _exact_rotary(handle: Alignment, rotary: Any) -> None:
+    """Elementwise angles, and the CPU's inverse frequencies where it holds others (built on a GPU, or cast)."""
     config = rotary.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     exact = default_inv_freq(head_dim, config.rope_parameters["rope_theta"]).to(rotary.inv_freq.device)
     if rotary.inv_freq.dtype != exact.dtype or not torch.equal(rotary.inv_freq, exact):
         handle._on_undo("rotary_emb.inv_freq repaired", setattr, rotary, "inv_freq", rotary.inv_freq)
         rotary.inv_freq = exact
+    _replace_forward(handle, rotary, _rotary_forward)
 
 
 def _apply(handle: Alignment, thinker: Any) -> None:
@@ -121,7 +130,7 @@ def _apply(handle: Alignment, thinker: Any) -> None:
     register_experts()
     _set_attribute(handle, text.config, "_attn_implementation_internal", ATTENTION_NAME)
     _set_attribute(handle, text.config, "_experts_implementation_internal", EXPERTS_NAME)
-    _repair_inv_freq(handle, text.rotary_emb)
+    _exact_rotary(handle, text.rotary_emb)
     hook = text.register_forward_pre_hook(_with_layout, with_kwargs=True)
     handle._on_undo("sequence layout hook", hook.remove)
     routers = {id(layer.mlp.gate) for layer in text.layers}
@@ -136,8 +145,8 @@ def align(model: nn.Module) -> Alignment:
     """Make a thinker's forward equal the rollout's, bit for bit, on the device where it lies.
 
     Replaced on this instance only: the experts (`EXPERTS_NAME`), attention and its mask function (`ATTENTION_NAME`),
-    the GEMMs of linear layers, and inverse frequencies that are not the CPU's bits. On CUDA vLLM's batch-invariant
-    aten overrides are installed for the process. Parameters, classes and buffers of weights stay the user's.
+    the GEMMs of linear layers, the rotary angles, and inverse frequencies that are not the CPU's bits. On CUDA
+    vLLM's batch-invariant aten overrides are installed for the process. Parameters and classes stay the user's.
 
     Args:
         model: ``transformers.Qwen3OmniMoeThinkerForConditionalGeneration``, or a model that has one as ``.thinker``.

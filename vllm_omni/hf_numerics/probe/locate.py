@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name the first layer and op at which a rollout and a trainer part.
+
+Both sides run the same tokens with hooks on every op (`taps`), and the recorded rows are compared in execution order:
+the first point that differs is the op, since everything before it agreed. The rollout then runs the tokens again with
+neighbours in the batch and on top of a cached prefix, which tells an op that depends on the batch.
+"""
+
+import random
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from vllm_omni.hf_numerics.probe.side import Side
+from vllm_omni.hf_numerics.probe.taps import LAYER_OPS, OUTSIDE, POINTS_AFTER, point
+
+__all__ = ["SCHEMA", "Located", "PointResult", "compare_points", "locate"]
+
+SCHEMA = 1
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """One point: how many of its rows' elements differ, the first such row, the largest distance in ULP."""
+
+    layer: int | None
+    op: str
+    rows: int
+    differing: int
+    first_row: int | None = None
+    max_ulp: int = 0
+
+
+@dataclass(frozen=True)
+class Located:
+    """Outcome of `locate`.
+
+    Attributes:
+        points: every point that both sides recorded, in execution order.
+        batch_dependent: whether the rollout's own rows changed with neighbours or a cached prefix; None: not tried.
+        notes: what was not seen, in words.
+    """
+
+    points: list[PointResult]
+    batch_dependent: bool | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> PointResult | None:
+        return next((result for result in self.points if result.differing), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.first
+        return {
+            "schema": SCHEMA,
+            "points": [asdict(result) for result in self.points],
+            "first": None
+            if first is None
+            else {"layer": first.layer, "op": first.op, "row": first.first_row, "ulp": first.max_ulp},
+            "batch_dependent": self.batch_dependent,
+            "notes": self.notes,
+        }
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
+    """Integers whose difference is the distance in steps of the dtype; integer dtypes as they are."""
+    if not values.dtype.is_floating_point:
+        return values.long()
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
+    sign = 1 << (8 * values.element_size() - 1)
+    return torch.where(bits < 0, -(bits + sign), bits)
+
+
+def _compare_rows(layer: int | None, op: str, left: torch.Tensor, right: torch.Tensor) -> PointResult:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        # Another count, width or dtype: every element counts as different, at the first row.
+        return PointResult(layer, op, left.shape[0], max(left.numel(), right.numel()), 0, 0)
+    kind = _INTEGERS[left.element_size()]
+    differs = left.contiguous().view(kind) != right.contiguous().view(kind)
+    if not bool(differs.any()):
+        return PointResult(layer, op, left.shape[0], 0)
+    distance = (_ordered(left) - _ordered(right)).abs()
+    first_row = int(differs.any(dim=1).nonzero()[0])
+    return PointResult(layer, op, left.shape[0], int(differs.sum()), first_row, int(distance.max()))
+
+
+def _order(names: set[str]) -> list[tuple[int | None, str]]:
+    layers = sorted({int(name.split(".")[0]) for name in names if not name.startswith(OUTSIDE)})
+    wanted: list[tuple[int | None, str]] = [(layer, op) for layer in layers for op in LAYER_OPS]
+    wanted += [(None, op) for op in POINTS_AFTER]
+    return [(layer, op) for layer, op in wanted if point(layer, op) in names]
+
+
+def compare_points(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[PointResult]:
+    """Compare two captures ``{point: [rows, width]}`` in execution order, over the points that both have."""
+    both = left.keys() & right.keys()
+    return [_compare_rows(layer, op, left[point(layer, op)], right[point(layer, op)]) for layer, op in _order(both)]
+
+
+def _compare_tails(whole: dict[str, torch.Tensor], tail: dict[str, torch.Tensor]) -> list[PointResult]:
+    """Compare the last rows of ``whole`` with ``tail``, which may lack the rows that a prefix cache held."""
+    return compare_points({name: rows[-tail[name].shape[0] :] for name, rows in whole.items() if name in tail}, tail)
+
+
+def _neighbours(prompt: list[int], count: int = 3) -> list[list[int]]:
+    """Other prompts from the same tokens, of other lengths."""
+    draw = random.Random(len(prompt))
+    return [[draw.choice(prompt) for _ in range(max(1, len(prompt) * share // 4))] for share in range(1, count + 1)]
+
+
+def locate(
+    rollout: Side,
+    trainer: Side,
+    prompt: list[int],
+    folder: Path,
+    numerics: str = "aligned",
+    inject: dict[str, Any] | None = None,
+    batch: bool = True,
+) -> Located:
+    """Run one token sequence through both sides and find where they part.
+
+    Args:
+        rollout: an eager engine (`rollout.MODULE`) whose ``max_num_batched_tokens`` holds the prompts together.
+        trainer: a model (`recompute.MODULE`).
+        prompt: the tokens, at least 2.
+        folder: for the captures.
+        numerics: the trainer's, see `recompute.NUMERICS`.
+        inject: {"side": "rollout" or "trainer", "point": name, "row": i} perturbs one op, to verify the probe itself.
+        batch: also ask whether the rollout's rows depend on the batch.
+
+    Raises:
+        SideError: a side ended.
+    """
+    faults = {
+        side: inject if inject is not None and inject["side"] == side else None for side in ("rollout", "trainer")
+    }
+    files = {name: folder / f"{name}.safetensors" for name in ("rollout", "trainer", "neighbours", "cached")}
+    seen_rollout = rollout.call(do="capture", prompts=[prompt], out=str(files["rollout"]), inject=faults["rollout"])
+    seen_trainer = trainer.call(
+        do="capture", prompt=prompt, out=str(files["trainer"]), numerics=numerics, inject=faults["trainer"]
+    )
+    alone = load_file(files["rollout"])
+    notes = [
+        f"not recorded on the {side} side: {', '.join(sorted(missing))}"
+        for side, missing in (
+            ("rollout", set(seen_trainer) - set(seen_rollout)),
+            ("trainer", set(seen_rollout) - set(seen_trainer)),
+        )
+        if missing
+    ]
+    points = compare_points(alone, load_file(files["trainer"]))
+    batch_dependent = None
+    if batch:
+        together = [prompt, *_neighbours(prompt)]
+        rollout.call(do="capture", prompts=together, out=str(files["neighbours"]), inject=faults["rollout"])
+        rollout.call(do="capture", prompts=[prompt], out=str(files["cached"]), inject=faults["rollout"], cached=True)
+        batch_dependent = any(
+            result.differing
+            for name in ("neighbours", "cached")
+            for result in _compare_tails(alone, load_file(files[name]))
+        )
+    return Located(points, batch_dependent, notes)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A side of a comparison as a process of its own that takes requests until it is closed.
+
+vLLM reads environment variables when it is imported and keeps its memory until its process ends, so each side runs
+apart. Requests go down its standard input, one JSON object a line; answers come back on a pipe of their own, because
+standard output belongs to the logs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Side", "SideError", "environment_for", "serve"]
+
+_REPLY_FD = "HF_NUMERICS_REPLY_FD"
+_LOG_LINES_SHOWN = 40
+
+
+class SideError(RuntimeError):
+    """A side's process ended; the message holds the end of its log."""
+
+
+def environment_for(device: str) -> dict[str, str]:
+    """The environment that both sides need on a device ("cuda" or "cpu"); the user's own cache settings win."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if device == "cpu":
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker in one process: a quicker start
+    else:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
+    return environment
+
+
+class Side:
+    """Start ``python -m MODULE`` and send it requests; use as a context manager.
+
+    Args:
+        module: a module whose main part calls `serve`.
+        spec: the first request, which says what to build.
+        environment: of the process.
+        log: file that takes its standard output and error.
+    """
+
+    def __init__(self, module: str, spec: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> None:
+        self._module, self._log = module, log
+        read_end, write_end = os.pipe()
+        with log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env={**environment, _REPLY_FD: str(write_end)},
+                pass_fds=[write_end],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        os.close(write_end)
+        self._replies = os.fdopen(read_end, encoding="utf-8")
+        self._spec = spec
+
+    def call(self, **request: Any) -> Any:
+        """Send a request and wait for its answer.
+
+        Raises:
+            SideError: the process ended instead.
+        """
+        try:
+            for message in filter(None, (self._spec, request)):
+                self._process.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+            self._spec = {}
+        except BrokenPipeError:
+            pass  # it died already: the missing answer says so
+        answer = self._replies.readline()
+        if not answer:
+            code = self._process.wait()
+            tail = "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:])
+            raise SideError(f"{self._module} ended with exit code {code}; the end of its log:\n{tail}")
+        return json.loads(answer)
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """End the process: politely (its input closes), after a minute by force."""
+        try:
+            self._process.stdin.close()  # type: ignore[union-attr]
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(timeout=60 if kind is None else 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._replies.close()
+
+
+def serve(build: Callable[[dict[str, Any]], Callable[[dict[str, Any]], Any]]) -> None:
+    """Run in the side's process: build from the first line, then answer each further line until the input closes.
+
+    Args:
+        build: takes the spec and returns the function that answers a request with JSON data.
+    """
+    reply = os.fdopen(int(os.environ.pop(_REPLY_FD)), "w", encoding="utf-8")
+    answer = None
+    for line in sys.stdin:
+        message = json.loads(line)
+        if answer is None:
+            answer = build(message)
+            continue
+        reply.write(json.dumps(answer(message)) + "\n")
+        reply.flush()

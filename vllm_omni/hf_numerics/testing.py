@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the mode are made of: one bitwise assertion, ULP distance, a launch spy, awkward inputs.
+
+Needs torch alone, so a user's own parity test can import it too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["LaunchSpy", "assert_bitwise_equal", "poisoned", "sample_inputs", "spy_on", "ulp_distance"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ULP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype.is_complex:
+        raise TypeError(f"needed a real tensor; got {x.dtype}; compare torch.view_as_real of it")
+    return x.detach().view(_BITS[x.element_size()])
+
+
+def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many representable values apart ``a`` and ``b`` are, elementwise.
+
+    -0.0 and +0.0 are 0 apart, infinity is one step past the largest finite value. A NaN is 0 from a NaN and
+    ``torch.iinfo(torch.int64).max`` from anything else.
+
+    Args:
+        a: float32, bfloat16 or float16, any shape. Not modified.
+        b: same dtype and shape.
+
+    Returns:
+        int64, same shape.
+
+    Raises:
+        TypeError: other dtypes, or two different ones.
+        ValueError: different shapes.
+    """
+    if a.dtype != b.dtype or a.dtype not in _ULP_DTYPES:
+        raise TypeError(f"needed two tensors of one dtype out of {_ULP_DTYPES}; got {a.dtype} and {b.dtype}")
+    if a.shape != b.shape:
+        raise ValueError(f"needed equal shapes; got {tuple(a.shape)} and {tuple(b.shape)}")
+    ordered = []
+    for x in (a, b):
+        bits = _bits(x).long()
+        magnitude = bits & torch.iinfo(_BITS[x.element_size()]).max
+        ordered.append(torch.where(bits < 0, -magnitude, magnitude))
+    distance = (ordered[0] - ordered[1]).abs()
+    a_nan, b_nan = torch.isnan(a), torch.isnan(b)
+    distance = distance.masked_fill(a_nan ^ b_nan, torch.iinfo(torch.int64).max)
+    return distance.masked_fill(a_nan & b_nan, 0)
+
+
+def assert_bitwise_equal(
+    actual: torch.Tensor | Sequence[torch.Tensor], expected: torch.Tensor | Sequence[torch.Tensor], what: str = ""
+) -> None:
+    """Assert that two tensors, or two sequences of tensors, are one bit pattern.
+
+    Values are compared as integers: -0.0 differs from +0.0, and a NaN equals a NaN of the same payload only. Strides
+    are not compared.
+
+    Args:
+        actual: tensor of any shape and real dtype, or a sequence of such. Not modified.
+        expected: the same.
+        what: what is compared, for the message.
+
+    Raises:
+        AssertionError: shape, dtype, device or a bit differs. The message has the first differing index, both
+            values, their ULP distance and how many values differ out of how many.
+        TypeError: a complex tensor.
+    """
+    __tracebackhide__ = True
+    if not isinstance(actual, torch.Tensor):
+        assert len(actual) == len(expected), f"{what or 'tensors'}: {len(actual)} tensors, expected {len(expected)}"
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_bitwise_equal(one, other, f"{what}[{i}]")
+        return
+    what = what or "tensor"
+    for name in ("shape", "dtype", "device"):
+        got, wanted = getattr(actual, name), getattr(expected, name)
+        assert got == wanted, f"{what}: {name} {got}, expected {wanted}"
+    differs = _bits(actual) != _bits(expected)
+    count = int(differs.sum())
+    if count == 0:
+        return
+    index = tuple(differs.nonzero()[0].tolist())
+    one, other = actual.detach()[index], expected.detach()[index]
+    distance = f", {int(ulp_distance(one, other))} ULP apart" if actual.dtype in _ULP_DTYPES else ""
+    raise AssertionError(
+        f"{what}: {count} of {differs.numel()} values differ in their bits; first at {index}: "
+        f"{one.item()!r}, expected {other.item()!r}{distance}"
+    )
+
+
+class LaunchSpy(TorchDispatchMode):
+    """Counts the launches of one op while it is active; made by `spy_on`.
+
+    Attributes:
+        count: launches so far.
+    """
+
+    def __init__(self, op_name: str) -> None:
+        super().__init__()
+        self.count = 0
+        self._qualified_name = f"hf_numerics::{op_name}"
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function stays compiled under the spy, and the calls it makes at run time are counted."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._schema.name == self._qualified_name:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def spy_on(op_name: str) -> Iterator[LaunchSpy]:
+    """Count the launches of ``torch.ops.hf_numerics.<op_name>`` in this thread, eager or compiled.
+
+    Args:
+        op_name: name of a registered op.
+
+    Yields:
+        A `LaunchSpy`; read ``count`` inside or after the block.
+
+    Raises:
+        ValueError: no such op is registered.
+    """
+    import vllm_omni.hf_numerics.ops  # noqa: F401  (registers the ops)
+
+    if not hasattr(torch.ops.hf_numerics, op_name):
+        raise ValueError(f"needed the name of an op of hf_numerics; got {op_name!r}")
+    with LaunchSpy(op_name) as spy:
+        yield spy
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """A strided view equal to ``x`` inside a larger buffer that is NaN (integers: 2**30) everywhere else.
+
+    Args:
+        x: ``[..., N]``, at least one dim. Not modified.
+
+    Returns:
+        Same shape, dtype and device, dense last dim, at an odd offset.
+    """
+    around = torch.nan if x.dtype.is_floating_point else 2**30
+    buffer = x.new_full((*(n + 2 for n in x.shape[:-1]), x.shape[-1] + 6), around)
+    view = buffer[(*(slice(1, -1) for _ in x.shape[:-1]), slice(3, -3))]
+    return view.copy_(x)
+
+
+@dataclass
+class _Maker:
+    """Random tensors with the same values on every device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        x = torch.randn(shape, generator=self.generator, device="cpu", dtype=torch.float32) * scale
+        return x.to(self.device, self.dtype)
+
+    def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(high, shape, generator=self.generator, device="cpu").to(self.device, dtype)
+
+    def permuted(self, *shape: int) -> torch.Tensor:
+        return self.normal(*shape[::-1]).permute(*range(len(shape) - 1, -1, -1))
+
+    def special(self, rows: int, width: int) -> torch.Tensor:
+        """Rows of zeros, -0.0, subnormals, the largest value, infinity and NaN between ordinary values."""
+        x = self.normal(rows, width)
+        limits = torch.finfo(self.dtype)
+        values = (0.0, -0.0, limits.smallest_normal / 4, -limits.max, torch.inf, torch.nan)
+        for row, value in enumerate(values[: rows - 1]):
+            x[row] = value
+        # One infinite element poisons a whole row of a reduction, one of an elementwise op: keep such a row too.
+        x[rows - 1, width // 2] = -torch.inf
+        return x
+
+    def qkv(self, tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, ...]:
+        """Slices ``[T, heads * D]``, ``[T, kv_heads * D]`` twice, of one fused projection."""
+        fused = self.normal(tokens, (heads + 2 * kv_heads) * dim)
+        return fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+
+
+Sample = tuple[str, tuple]
+
+
+def _rms_norm(make: _Maker) -> Iterator[Sample]:
+    weight, eps = make.normal(64), 1e-6
+    for rows in (0, 1, 3):
+        yield f"rows={rows}", (make.normal(rows, 64), weight, eps)
+    yield "width=2048", (make.normal(5, 2048), make.normal(2048), eps)
+    yield "heads of a fused qkv", (make.qkv(5, 4, 2, 128)[1].unflatten(-1, (2, 128)), make.normal(128), eps)
+    yield "no heads of a fused qkv", (make.qkv(0, 4, 2, 128)[1].unflatten(-1, (2, 128)), make.normal(128), eps)
+    yield "permuted", (make.permuted(5, 64), weight, eps)
+    yield "permuted single row", (make.permuted(1, 64), weight, eps)
+    yield "poisoned odd width", (poisoned(make.normal(5, 37)), poisoned(make.normal(37)), eps)
+    yield "special values", (make.special(8, 64), weight, eps)
+    yield "float32 weight", (make.normal(3, 64), weight.float() * 1.001, eps)
+    yield "vector", (make.normal(64), weight, eps)
+
+
+def _add_rms_norm(make: _Maker) -> Iterator[Sample]:
+    for label, (x, weight, eps) in _rms_norm(make):
+        yield label, (x, make.normal(*x.shape), weight, eps)
+    x, weight = make.normal(3, 64), make.normal(64)
+    yield "residual is x", (x, x, weight, 1e-6)
+    yield "both permuted", (make.permuted(3, 64), make.permuted(3, 64), weight, 1e-6)
+    yield "both permuted single row", (make.permuted(1, 64), make.permuted(1, 64), weight, 1e-6)
+
+
+def _add_deepstack(make: _Maker) -> Iterator[Sample]:
+    def level(rows: int) -> torch.Tensor:
+        # Every other row is text: zero, with a -0.0 among the zeros.
+        x = make.normal(rows, 64)
+        x[::2] = 0.0
+        x[::2, 5] = -0.0
+        return x
+
+    for rows in (0, 1, 5):
+        yield f"rows={rows}", (make.normal(rows, 64), make.normal(rows, 64), level(rows))
+    h, r = make.normal(5, 64), make.normal(5, 64)
+    wide = torch.cat((level(5), level(5), level(5)), dim=-1)
+    yield "level of a wide tensor", (h, r, wide[:, 64:128])
+    yield "permuted level", (h, r, level(5).t().contiguous().t())
+    yield "stride-0 level", (h, r, make.normal(1, 64).expand(5, 64))
+    yield "poisoned odd width", tuple(poisoned(x[:, :37]) for x in (h, r, level(5)))
+    yield "residual is hidden", (h, h, level(5))
+    yield "all permuted", tuple(make.permuted(5, 64) for _ in range(3))
+    yield "all permuted single row", tuple(make.permuted(1, 64) for _ in range(3))
+    yield "float32 level", (h, r, level(5).float() * 1.001)
+    yield "-0.0 rows", (h * -0.0, r * 0.0 - 0.0, torch.zeros_like(h))
+    yield "special values", (make.special(8, 64), make.normal(8, 64), level(8))
+
+
+def _mrope(make: _Maker) -> Iterator[Sample]:
+    from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+
+    sections = [24, 20, 20]
+    inv_freq = default_inv_freq(128, 1e6).to(make.device)
+    buffer = make.integers(40000, 3, 9)  # [3, max + 1], as vLLM allocates it
+    for tokens in (0, 1, 3, 8):
+        q, k, _ = make.qkv(tokens, 4, 2, 128)
+        for positions in (make.integers(40000, tokens), buffer[:, :tokens]):
+            kind = f"[{tokens}]" if positions.dim() == 1 else f"[3, {tokens}] of a buffer"
+            yield kind, (positions, q, k, inv_freq, sections)
+            if tokens == 3:
+                yield f"{kind}, int32", (positions.int(), q, k, inv_freq, sections)
+    # A slice of an int32 buffer: int() above made a copy.
+    yield "[3, 1] of an int32 buffer", (buffer.int()[:, :1], *make.qkv(1, 4, 2, 128)[:2], inv_freq, sections)
+    positions = make.integers(262144, 5, 3).t()
+    yield "permuted positions", (positions, make.normal(5, 256), make.normal(5, 128), inv_freq, sections)
+    q, k = poisoned(make.normal(5, 256)), poisoned(make.normal(5, 128))
+    yield "poisoned", (poisoned(make.integers(99, 3, 5)), q, k, poisoned(inv_freq), sections)
+    yield "permuted q", (positions, make.permuted(5, 256), make.permuted(5, 128), inv_freq, sections)
+    yield (
+        "head of 16",
+        (positions, make.normal(5, 64), make.normal(5, 16), default_inv_freq(16, 1e4).to(q.device), [4, 2, 2]),
+    )
+    yield (
+        "special values",
+        (positions[:, [0, 1, 2, 3, 4, 0, 1, 2]], *make.special(8, 512).split(256, -1), inv_freq, sections),
+    )
+
+
+def _route(make: _Maker) -> Iterator[Sample]:
+    gate = make.normal(128, 64, scale=0.3)
+    for tokens in (0, 1, 3):
+        yield f"rows={tokens}", (make.normal(tokens, 64), gate, 8, True)
+    hidden = make.normal(5, 64)
+    yield "not renormalised", (hidden, gate, 8, False)
+    yield "batch-invariant gemm", (hidden, gate, 8, True, True)
+    yield "no rows, batch-invariant gemm", (hidden[:0], gate, 8, True, True)
+    yield "all tied", (hidden * 0, gate, 8, True)
+    yield "poisoned, odd sizes", (poisoned(make.normal(5, 37)), poisoned(make.normal(11, 37)), 3, True)
+    yield "permuted", (make.permuted(5, 64), make.permuted(128, 64), 8, True)
+    yield "top-1", (hidden, gate, 1, True)
+    yield "all experts", (hidden, gate[:7], 7, True)
+
+
+def _experts(make: _Maker) -> Iterator[Sample]:
+    w13, w2 = make.normal(8, 64, 48, scale=0.2), make.normal(8, 48, 32, scale=0.2)
+
+    def routes(tokens: int, top_k: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.stack(
+            [torch.randperm(8, generator=make.generator)[:top_k] for _ in range(tokens)] or [w13.new_empty(top_k)]
+        )
+        return make.normal(tokens, top_k).abs(), ids[:tokens].to(make.device, torch.int64)
+
+    for tokens in (0, 1, 5):
+        yield f"rows={tokens}", (make.normal(tokens, 48), w13, w2, *routes(tokens))
+    hidden = make.normal(5, 48)
+    weights, ids = routes(5)
+    yield "int32 ids", (hidden, w13, w2, weights, ids.to(torch.int32))
+    yield "top-1", (hidden, w13, w2, *routes(5, 1))
+    yield "one expert only", (hidden, w13, w2, weights[:, :1], ids[:, :1] * 0 + 3)
+    yield "zero weights", (hidden, w13, w2, weights * 0, ids)
+    yield "poisoned hidden", (poisoned(hidden), w13, w2, weights, ids)
+    yield "permuted no rows", (make.permuted(0, 48), w13, w2, *routes(0))
+
+
+def _linear(make: _Maker) -> Iterator[Sample]:
+    weight, bias = make.normal(24, 40), make.normal(24)
+    for rows in (0, 1, 5):
+        yield f"rows={rows}", (make.normal(rows, 40), weight, bias)
+    yield "no bias", (make.normal(3, 40), weight, None)
+    yield "batched", (make.normal(2, 3, 40), weight, bias)
+    yield "vector", (make.normal(40), weight, bias)
+    yield "poisoned odd width", (poisoned(make.normal(3, 37)), poisoned(make.normal(5, 37)), None)
+    yield "permuted", (make.permuted(5, 40), make.permuted(24, 40), bias)
+    yield "part of a fused weight", (make.normal(3, 40), weight[7:15], bias[7:15])
+    yield "one input, one output", (make.normal(3, 1), make.normal(1, 1), None)
+
+
+def _causal_attention(make: _Maker) -> Iterator[Sample]:
+    def heads(tokens: int, count: int, kv_count: int) -> tuple[torch.Tensor, ...]:
+        return tuple(x.unflatten(-1, (-1, 16)) for x in make.qkv(tokens, count, kv_count, 16))
+
+    for tokens in (1, 5):
+        yield f"prefill of {tokens}", (*heads(tokens, 4, 2), 0.25)
+    q, k, v = heads(7, 4, 2)
+    yield "chunk of 3", (q[-3:], k, v, 0.25)
+    yield "decode", (q[-1:], k, v, 0.25)
+    yield "no queries", (q[:0], k, v, 0.25)
+    yield "nothing", (q[:0], k[:0], v[:0], 0.25)
+    yield "one head", (*heads(5, 1, 1), 0.25)
+    yield "no grouping", (*heads(5, 3, 3), 0.25)
+    yield "poisoned odd head", tuple(poisoned(make.normal(5, 2, 13)) for _ in range(3)) + (0.3,)
+    yield "permuted", tuple(make.permuted(5, 2, 16) for _ in range(3)) + (0.25,)
+
+
+_SAMPLES: dict[str, Callable[[_Maker], Iterator[Sample]]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "add_deepstack": _add_deepstack,
+    "mrope": _mrope,
+    "route": _route,
+    "experts": _experts,
+    "linear": _linear,
+    "causal_attention": _causal_attention,
+}
+
+
+def sample_inputs(name: str, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, tuple]]:
+    """Awkward, labelled argument tuples for an op: empty and odd sizes, strided views, special values.
+
+    Every call makes new tensors with the same values; the values do not depend on the device.
+
+    Args:
+        name: a key of ``vllm_omni.hf_numerics.ops.OPS``.
+        device: where the tensors lie.
+        dtype: float32, bfloat16 or float16; dtype of activations and weights.
+
+    Yields:
+        ``(label, args)``: a label unique within the op, and positional arguments of ``torch.ops.hf_numerics.<name>``.
+
+    Raises:
+        ValueError: no samples for that name.
+    """
+    if name not in _SAMPLES:
+        raise ValueError(f"needed one of {sorted(_SAMPLES)}; got {name!r}")
+    yield from _SAMPLES[name](_Maker(torch.device(device), dtype, torch.Generator(device="cpu").manual_seed(20)))
