@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_omni.hf_numerics.probe import outcome
-from vllm_omni.hf_numerics.probe.compare import Comparison
+from vllm_omni.hf_numerics.probe.compare import Comparison, Difference
 from vllm_omni.hf_numerics.probe.records import Record
 
-__all__ = ["REQUESTS_SHOWN", "bars", "show", "show_verdict"]
+__all__ = ["REQUESTS_SHOWN", "bars", "differences", "show", "show_verdict"]
 
 REQUESTS_SHOWN = 20
 _BAR_WIDTH = 40
@@ -38,18 +38,29 @@ def show_verdict(console: Console, comparison: Comparison) -> None:
         console.print(Text(f"  {number}. {obstacle}"), soft_wrap=True)
 
 
-def _differences(console: Console, comparison: Comparison) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("difference")
-    for name in ("request", "position", "token", "A", "A bits", "B", "B bits", "ULP", "|A - B|"):
-        table.add_column(name, justify="right")
-    for name, found in (("first", comparison.first), ("largest", comparison.largest)):
-        if found is not None:
-            values = (outcome.value_text(found.left), f"0x{found.left_bits:08x}")
-            values += (outcome.value_text(found.right), f"0x{found.right_bits:08x}")
-            place = (found.request, found.position, found.token_id)
-            table.add_row(*_cells(name, *place, *values, f"{found.ulp:,}", f"{found.size:.3g}"))
+def _difference(console: Console, name: str, found: Difference) -> None:
+    place = f"request {found.request}, position {found.position}, token {found.token_id}"
+    console.print(Text.assemble((name, "bold"), ": ", place))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=1)
+    table.add_column()
+    table.add_column(justify="right")
+    for letter, value, bits in (("A", found.left, found.left_bits), ("B", found.right, found.right_bits)):
+        table.add_row(*_cells("", letter, outcome.value_text(value), f"0x{bits:08x}"))
     console.print(table)
+    console.print(f"   {found.ulp:,} ULP apart, |A - B| = {found.size:.3g}")
+
+
+def differences(console: Console, comparison: Comparison) -> None:
+    """The first difference and the largest, once where they are the same."""
+    first, largest = comparison.first, comparison.largest
+    if first is None or largest is None:
+        return
+    if first == largest:
+        _difference(console, "first and largest difference", first)
+        return
+    _difference(console, "first difference", first)
+    _difference(console, "largest difference", largest)
 
 
 def bars(console: Console, rows: Sequence[tuple[str, int]], heads: tuple[str, str]) -> None:
@@ -107,7 +118,7 @@ def show(
         return
     if comparison.differing:
         console.print()
-        _differences(console, comparison)
+        differences(console, comparison)
         console.print()
         histogram = [(outcome.bucket_label(power), number) for power, number in comparison.ulp_histogram.items()]
         bars(console, histogram, ("ULP distance", "log-probs"))

@@ -37,10 +37,14 @@ class DemoSpec:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a rollout against a recomputation."""
+    """One line of the table: a rollout against another computation of its log-probs.
+
+    ``against`` is one of `recompute.NUMERICS`, or "engine_prefill" (the engine scores the tokens as prompts) or
+    "engine_decode" (the engine samples request 0 again, with no neighbours).
+    """
 
     mode: str
-    trainer: str
+    against: str
     layout: str
     must_be_equal: bool
     comparison: Comparison
@@ -53,8 +57,8 @@ class Row:
         return not self.comparison.obstacles and self.comparison.differing > 0
 
 
-# (mode, numerics of the trainer, layout, must be equal)
-_ROWS = (
+# The trainer's passes: (mode, numerics, layout, must be equal).
+_PASSES = (
     ("on", "aligned", "alone", True),
     ("on", "aligned", "packed", True),
     ("on", "aligned_grouped_mm", "alone", False),
@@ -95,24 +99,20 @@ def run(spec: DemoSpec, say: Callable[[str], Any], folder: Path) -> list[Row]:
     say("checkpoint: writing a random thinker, unless it is in the cache")
     requests = prompts(spec.preset.vocabulary, spec.requests, spec.seed)
     engine = {
-        "max_model_len": -(-(max(map(len, requests)) + spec.tokens) // 64) * 64,
+        "max_model_len": -(-(max(map(len, requests)) + spec.tokens + 1) // 64) * 64,
         "max_num_batched_tokens": 128,  # less than the prompts together: prefills are chunked
     }
     sampler, trainer = sides(spec.preset, spec.cache, spec.seed, spec.dtype, spec.device, spec.execution, engine)
     environment = environment_for(spec.device)
-    weights = f"{Path(sampler.checkpoint).name} seed {spec.seed}"
+    rows = []
     for mode in ("on", "off"):
         say(f"rollout, mode {mode}: vLLM samples {spec.requests} x {spec.tokens} tokens ({spec.execution})")
         arm = dataclasses.replace(sampler, hf_numerics=mode == "on")
         with Side(rollout.MODULE, asdict(arm), environment, folder / f"{mode}.log") as side:
-            tokens = [spec.tokens] * spec.requests
-            side.call(
-                do="sample", prompts=requests, max_tokens=tokens, out=str(folder / f"{mode}.json"), weights=weights
-            )
+            rows += _rollout_rows(spec, mode, requests, side, folder)
     say("trainer: transformers teacher-forces every sequence, alone and packed")
-    rows = []
     with Side(recompute.MODULE, asdict(trainer), environment, folder / "trainer.log") as side:
-        for mode, numerics, layout, must_be_equal in _ROWS:
+        for mode, numerics, layout, must_be_equal in _PASSES:
             sampled, out = folder / f"{mode}.json", folder / f"{mode}-{numerics}-{layout}.json"
             side.call(do="recompute", rollout=str(sampled), out=str(out), numerics=numerics, layout=layout)
             outcome = compare(Record.read(sampled), Record.read(out))
@@ -120,11 +120,31 @@ def run(spec: DemoSpec, say: Callable[[str], Any], folder: Path) -> list[Row]:
     return rows
 
 
+def _rollout_rows(spec: DemoSpec, mode: str, requests: list[list[int]], side: Side, folder: Path) -> list[Row]:
+    """Sample the requests together; with the mode on, also compare the engine with itself in other batches."""
+    together = folder / f"{mode}.json"
+    # CPU engines take no seed for a request (see `rollout`), so there request 0 cannot be sampled again.
+    seeds = [spec.seed + number for number in range(spec.requests)] if spec.device == "cuda" else None
+    common = {"do": "sample", "weights": f"{spec.preset_name}, {spec.preset.layers} layers, seed {spec.seed}"}
+    side.call(prompts=requests, max_tokens=[spec.tokens] * spec.requests, out=str(together), seeds=seeds, **common)
+    if mode == "off":
+        return []
+    side.call(do="rescore", rollout=str(together), out=str(folder / "on-prefill.json"))
+    sampled = Record.read(together)
+    rows = [Row(mode, "engine_prefill", "alone", True, compare(sampled, Record.read(folder / "on-prefill.json")))]
+    if seeds is not None:
+        alone = folder / "on-alone.json"
+        side.call(prompts=requests[:1], max_tokens=[spec.tokens], out=str(alone), seeds=seeds[:1], **common)
+        first = dataclasses.replace(sampled, sequences=sampled.sequences[:1])
+        rows.append(Row(mode, "engine_decode", "alone", True, compare(first, Record.read(alone))))
+    return rows
+
+
 def _row_summary(row: Row) -> dict[str, Any]:
     outcome = row.comparison
     return {
         "mode": row.mode,
-        "trainer": row.trainer,
+        "against": row.against,
         "layout": row.layout,
         "must_be_equal": row.must_be_equal,
         "passed": row.passed,

@@ -13,10 +13,12 @@ from vllm_omni.hf_numerics.probe.demo import Row
 
 __all__ = ["demo_table", "steps"]
 
-_TRAINER_WORDS = {
-    "aligned": "aligned",
-    "aligned_grouped_mm": "aligned, but transformers' grouped_mm experts (control)",
-    "plain": "plain transformers (control)",
+_AGAINST = {
+    "engine_prefill": "vLLM, as prompts",
+    "engine_decode": "vLLM, request 0",
+    "aligned": "transformers",
+    "aligned_grouped_mm": "control: grouped_mm",
+    "plain": "control: plain",
 }
 
 
@@ -48,30 +50,27 @@ def demo_table(console: Console, rows: list[Row], result: dict[str, Any]) -> Non
         title=f"{spec['preset_name']} thinker, {spec['preset']['layers']} layers, {spec['dtype']}, "
         f"{spec['execution']}, on {environment['device'].upper()} ({environment['hardware']})"
     )
-    for name in ("mode", "trainer", "layout"):
-        table.add_column(name)
-    for name in ("log-probs", "differing", "first differing", "largest difference"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    for name in ("mode", "against", "layout"):
+        table.add_column(name, no_wrap=True)
+    for name in ("log-probs", "differ", "first", "largest"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         outcome = row.comparison
-        first = f"request {outcome.first.request}, token {outcome.first.position}" if outcome.first else "-"
         table.add_row(
             row.mode,
-            _TRAINER_WORDS[row.trainer],
+            _AGAINST[row.against],
             row.layout,
             str(outcome.compared),
-            "; ".join(outcome.obstacles) or str(outcome.differing),
-            first,
-            f"{outcome.largest.size:.3g}" if outcome.largest else "0",
-            "[green]as it must be[/]" if row.passed else "[red]NOT as it must be[/]",
+            f"[{'green' if row.passed else 'bold red'}]{'; '.join(outcome.obstacles) or outcome.differing}[/]",
+            f"{outcome.first.request}:{outcome.first.position}" if outcome.first else "-",
+            f"{outcome.largest.size:.1e}" if outcome.largest else "0",
         )
     console.print(table)
     exact = [row for row in rows if row.must_be_equal]
     equal, compared = sum(r.comparison.differing for r in exact), sum(r.comparison.compared for r in exact)
     verdict = "[bold green]EXACT[/]" if result["passed"] else "[bold red]NOT EXACT[/]"
     console.print(
-        f"{verdict}: mode on, {equal} of {compared} log-probs differ from transformers; "
+        f"{verdict}: mode on, {equal} of {compared} log-probs differ; "
         f"controls differ: {'yes' if all(r.passed for r in rows if not r.must_be_equal) else 'NO'} "
         f"({result['seconds']:.0f} s)",
         highlight=False,

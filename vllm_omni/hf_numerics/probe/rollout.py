@@ -84,29 +84,15 @@ class _Rollout:
         self.fingerprint = self.engine.collective_rpc("hf_numerics_fingerprint")[0]
         self.environment = describe(self.spec.device)
 
-    def _generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[TokenSequence]:
-        from vllm import SamplingParams
-
-        # No per-request seed: vLLM 0.32 on the CPU rewinds such a generator by an offset that CPU generators lack.
-        sampling = [
-            SamplingParams(temperature=_TEMPERATURE, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
-            for n in max_tokens
-        ]
+    def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        sequences = []
-        for output in self.engine.generate(inputs, sampling, use_tqdm=False):
-            sampled = output.outputs[0]
-            values = [entry[token].logprob for entry, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
-            bits = [bits_of(value) for value in values]
-            sequences.append(TokenSequence(list(output.prompt_token_ids), list(sampled.token_ids), bits))
-        return sequences
+        return self.engine.generate(inputs, sampling, use_tqdm=False)
 
-    def sample(self, prompts: list[list[int]], max_tokens: list[int], out: str, weights: str) -> dict[str, Any]:
-        """Sample every prompt concurrently at temperature 1 and write the record to ``out``."""
+    def _write(self, sequences: list[TokenSequence], label: str, weights: str, out: str) -> dict[str, Any]:
         record = Record(
             side="rollout",
-            label=self.spec.label,
-            sequences=self._generate(prompts, max_tokens),
+            label=label,
+            sequences=sequences,
             semantics={"temperature": _TEMPERATURE, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"},
             weights=weights,
             weight_checksums=self.engine.collective_rpc("hf_numerics_weight_checksums")[0],
@@ -115,6 +101,54 @@ class _Rollout:
         )
         record.write(Path(out))
         return {"tokens": record.tokens}
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        max_tokens: list[int],
+        out: str,
+        weights: str,
+        seeds: list[int] | None = None,
+    ) -> dict[str, Any]:
+        """Sample every prompt concurrently at temperature 1 and write the record to ``out``.
+
+        Args:
+            prompts: tokens of each request.
+            max_tokens: how many to sample for each; end-of-sequence tokens do not stop it.
+            out: file to write.
+            weights: what to call the weights in the record.
+            seeds: one for each request, or None. Not on the CPU: vLLM 0.32 rewinds the generator of a request whose
+                prefill is chunked by an offset that CPU generators lack, and the engine dies.
+        """
+        from vllm import SamplingParams
+
+        common = {"temperature": _TEMPERATURE, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+        sampling = [
+            SamplingParams(max_tokens=count, seed=seed, **common)
+            for count, seed in zip(max_tokens, seeds or [None] * len(prompts), strict=True)
+        ]
+        sequences = []
+        for output in self._generate(prompts, sampling):
+            sampled = output.outputs[0]
+            values = [entry[token].logprob for entry, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+            bits = [bits_of(value) for value in values]
+            sequences.append(TokenSequence(list(output.prompt_token_ids), list(sampled.token_ids), bits))
+        return self._write(sequences, self.spec.label, weights, out)
+
+    def rescore(self, rollout: str, out: str) -> dict[str, Any]:
+        """Let the engine score a record's tokens as prompts, one sequence at a time, and write that to ``out``."""
+        from vllm import SamplingParams
+
+        source = Record.read(Path(rollout))
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        sequences = []
+        for sequence in source.sequences:
+            whole = sequence.prompt_token_ids + sequence.token_ids
+            scores = self._generate([whole], [sampling])[0].prompt_logprobs[len(sequence.prompt_token_ids) :]
+            values = [entry[token].logprob for entry, token in zip(scores, sequence.token_ids, strict=True)]
+            bits = [bits_of(value) for value in values]
+            sequences.append(TokenSequence(sequence.prompt_token_ids, sequence.token_ids, bits))
+        return self._write(sequences, f"{self.spec.label}, as prompts", source.weights, out)
 
     def capture(
         self, prompts: list[list[int]], out: str, inject: dict[str, Any] | None = None, cached: bool = False
@@ -135,11 +169,14 @@ class _Rollout:
             raise ValueError(
                 "needed eager execution; got compiled graphs, which hide the modules; set execution='eager'"
             )
+        from vllm import SamplingParams
+
+        one_token = [SamplingParams(max_tokens=1, detokenize=False)] * len(prompts)
         self.engine.reset_prefix_cache()
         if cached:
-            self._generate(prompts[:1], [1])
+            self._generate(prompts[:1], one_token[:1])
         self.engine.collective_rpc("hf_numerics_capture_start", args=(inject,))
-        self._generate(prompts, [1] * len(prompts))
+        self._generate(prompts, one_token)
         return self.engine.collective_rpc("hf_numerics_capture_stop", args=(len(prompts[0]), out))[0]
 
     def answer(self, request: dict[str, Any]) -> Any:
