@@ -67,4 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(stderr=arguments.json == "-", highlight=False)
     compare_render.show(console, records, comparison, names, arguments.requests)
+    if comparison.differing:
+        console.print("\nnext: hf-numerics locate names the first layer and op at which the two sides part")
     return outcome.exit_code(comparison)

@@ -74,13 +74,20 @@ def prompts(vocabulary: int, requests: int, seed: int) -> list[list[int]]:
 
 
 def sides(
-    preset: Preset, cache: Path, seed: int, dtype: str, device: str, execution: str, engine: dict[str, Any]
+    preset: Preset,
+    cache: Path,
+    seed: int,
+    dtype: str,
+    device: str,
+    execution: str,
+    engine: dict[str, Any],
+    hf_numerics: bool = True,
 ) -> tuple[rollout.RolloutSpec, recompute.TrainerSpec]:
-    """Both sides over one random checkpoint, the mode on; writes the checkpoint unless it is in the cache."""
+    """Both sides over one random checkpoint; writes the checkpoint unless it is in the cache."""
     checkpoint = str(write_checkpoint(preset, cache, seed, dtype))
     seeded = preset if preset.weights == "seeded" else None
     return (
-        rollout.RolloutSpec(checkpoint, seed, dtype, device, True, execution, seeded, engine),
+        rollout.RolloutSpec(checkpoint, seed, dtype, device, hf_numerics, execution, seeded, engine),
         recompute.TrainerSpec(checkpoint, seed, dtype, device, seeded),
     )
 

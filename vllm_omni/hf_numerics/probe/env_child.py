@@ -62,6 +62,7 @@ def _plugin() -> dict[str, Any]:
 
 def _ops() -> dict[str, Any]:
     import torch
+
     from vllm_omni.hf_numerics.ops import OPS
 
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

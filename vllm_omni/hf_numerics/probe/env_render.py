@@ -62,7 +62,7 @@ def _stage_lines(facts: Mapping[str, Any]) -> Iterator[Line]:
         "vllm_omni": "vllm-omni",
         "loading": "active as vLLM loads plugins",
         "plugin": "plugin imports and registers",
-        "ops": "ops with a kernel for",
+        "ops": "kernels of the ops",
         "flash_attention": "FlashAttention",
     }
     for name, label in words.items():
@@ -94,7 +94,10 @@ def _stage_value(name: str, value: dict[str, Any]) -> tuple[str, bool | None]:
         return ("yes" if value["registered"] else "no"), bool(value["registered"])
     if name == "ops":
         keys = {"CompositeExplicitAutograd": "every device"}
-        return "; ".join(f"{op}: {', '.join(keys.get(k, k) for k in found)}" for op, found in value.items()), None
+        devices: dict[str, list[str]] = {}
+        for op, found in value.items():
+            devices.setdefault(", ".join(keys.get(key, key) for key in found) or "no device", []).append(op)
+        return "; ".join(f"{where}: {', '.join(names)}" for where, names in devices.items()), None
     if not value["needed"]:
         return "not needed on this platform", None
     return value["unsupported"] or f"version {value['version']}", value["version"] == 3 and not value["unsupported"]
@@ -167,8 +170,8 @@ def _rich(facts: Mapping[str, Any], gaps: Sequence[Missing], stream: TextIO) -> 
             table.add_column(overflow="fold")
         # Text, not markup: versions, paths and errors may contain brackets.
         style = _STYLES[line.good]
-        value = Text(line.value, style="red" if line.good is False else "")
-        table.add_row(Text(_MARKS[line.good], style=style), Text(line.name, style="dim"), value)
+        text = Text(line.value, style="red" if line.good is False else "")
+        table.add_row(Text(_MARKS[line.good], style=style), Text(line.name, style="dim"), text)
     console.print(Text(_NOTE, style="dim"), "")
     console.print(Text(_verdict(gaps), style="bold green" if not gaps else "bold red"))
     for number, gap in enumerate(gaps, 1):

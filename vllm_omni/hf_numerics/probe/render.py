@@ -4,14 +4,18 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_omni.hf_numerics.probe.demo import Row
+from vllm_omni.hf_numerics.probe.gate import GateResult
+from vllm_omni.hf_numerics.probe.locate import Located
 
-__all__ = ["demo_table", "steps"]
+__all__ = ["demo_table", "gate_verdict", "located", "progress", "steps"]
 
 _AGAINST = {
     "engine_prefill": "vLLM, as prompts",
@@ -75,3 +79,52 @@ def demo_table(console: Console, rows: list[Row], result: dict[str, Any]) -> Non
         f"({result['seconds']:.0f} s)",
         highlight=False,
     )
+
+
+@contextmanager
+def progress(console: Console, target: int) -> Iterator[Callable[[int], None]]:
+    """A bar of log-probs compared; the context gives the function that sets it."""
+    columns = (
+        TextColumn("compared"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} log-probs, 0 differ so far"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("gate", total=target)
+        yield lambda compared: bar.update(task, completed=compared)
+
+
+def gate_verdict(console: Console, result: GateResult, kept: Path | None) -> None:
+    """One line, and after a difference the command that finds where it starts."""
+    word = "[bold green]EXACT[/]" if result.passed else "[bold red]NOT EXACT[/]"
+    console.print(
+        f"{word}: {result.differing:,} of {result.compared:,} log-probs differ over {result.rounds} rounds "
+        f"({result.seconds:.0f} s)",
+        highlight=False,
+    )
+    if result.failed is None:
+        return
+    for obstacle in result.failed.obstacles:
+        console.print(obstacle, highlight=False)
+    if result.failed.first is not None:
+        record = f"{kept}/rollout.json" if kept else "DIR/rollout.json (run the gate with --keep DIR)"
+        console.print(f"find where: hf-numerics locate --record {record} --request {result.failed.first.request}")
+
+
+def located(console: Console, found: Located) -> None:
+    """The first point that differs, the points after it, and what was not seen."""
+    first = found.first
+    if first is None:
+        console.print(f"[bold green]EQUAL[/]: {len(found.points)} points agree in every bit", highlight=False)
+    else:
+        where = "outside the layers" if first.layer is None else f"layer {first.layer}"
+        console.print(
+            f"[bold red]FIRST DIFFERENCE[/]: {where}, {first.op}, row {first.first_row}: {first.differing} elements, "
+            f"up to {first.max_ulp} ULP",
+            highlight=False,
+        )
+    words = {None: "not tried", True: "[bold red]yes[/]", False: "no"}
+    console.print(f"depends on the batch: {words[found.batch_dependent]}", highlight=False)
+    for note in found.notes:
+        console.print(f"note: {note}", highlight=False)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``hf-numerics gate``: compare many log-probs, stop at the first that differs. Standard library only at import."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.hf_numerics.probe import options
+
+__all__ = ["add_parser", "run"]
+
+_TARGET = {"cpu": 100_000, "cuda": 1_000_000}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser(
+        "gate",
+        help="compare many log-probs over mixed requests, for CI and releases",
+        description="Rounds of requests of mixed lengths, prefills among decodes, sampled with the mode on and "
+        "recomputed alone and packed in turns, until enough log-probs were compared or one differs. "
+        "Exit code 0: all equal; 1: one differs (the command to find where is printed); 2: a process failed.",
+        epilog="example: hf-numerics gate --logprobs 20000 --json gate.json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_model(parser)
+    parser.add_argument(
+        "--logprobs", type=options.positive, metavar="N", help="how many to compare; 100000 on the CPU, 1000000 on CUDA"
+    )
+    parser.add_argument("--requests", type=options.positive, default=64, help="requests of a round")
+    parser.add_argument("--concurrent", type=options.positive, default=24, help="requests that the engine runs at once")
+    parser.add_argument("--max-prompt", type=options.positive, default=192, help="longest prompt")
+    parser.add_argument("--max-tokens", type=options.positive, default=192, help="most tokens sampled for a request")
+    parser.add_argument("--execution", choices=("eager", "graphs"), default="eager", help="how the engine runs")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the last round's records and the logs here")
+    parser.set_defaults(run=run, off=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the gate; returns the exit code."""
+    from rich.console import Console
+
+    from vllm_omni.hf_numerics.probe import demo, gate, render
+    from vllm_omni.hf_numerics.probe.record_command import build_sides
+
+    if arguments.model is not None:
+        raise options.UsageError("needed a preset; got --model; the gate draws random token ids for a random thinker")
+    longest = arguments.max_prompt + arguments.max_tokens
+    engine = {
+        "max_model_len": -(-longest // 64) * 64,
+        "max_num_seqs": arguments.concurrent,
+        "max_num_batched_tokens": max(256, 2 * arguments.concurrent),
+    }
+    if options.resolve_device(arguments.device) == "cuda":
+        engine["gpu_memory_utilization"] = 0.45  # both sides share the device
+    sampler, trainer, device, _ = build_sides(arguments, engine)
+    spec = gate.GateSpec(
+        rollout=sampler,
+        trainer=trainer,
+        target=arguments.logprobs or _TARGET[device],
+        requests=arguments.requests,
+        max_prompt=arguments.max_prompt,
+        max_tokens=arguments.max_tokens,
+        vocabulary=demo.preset(arguments.preset, arguments.layers).vocabulary - 32,
+        seed=arguments.seed,
+    )
+    console = Console(stderr=arguments.json == "-")
+    with render.progress(console, spec.target) as advance:
+        result = gate.run(spec, advance, arguments.keep)
+    render.gate_verdict(console, result, arguments.keep)
+    options.write_json(result.as_dict(spec, shlex.join(["hf-numerics", *sys.argv[1:]])), arguments.json)
+    return options.EQUAL if result.passed else options.DIFFERENT

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share. Standard library only at import."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "DIFFERENT",
+    "EQUAL",
+    "UNUSABLE",
+    "UsageError",
+    "add_device",
+    "add_model",
+    "add_preset",
+    "add_seed",
+    "positive",
+    "resolve_device",
+    "write_json",
+]
+
+# Exit codes of every command.
+EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+
+
+class UsageError(ValueError):
+    """Options that cannot be used together; the command line prints it and ends with `UNUSABLE`."""
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needed a number of at least 1; got {text}")
+    return value
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-numerics"
+
+
+def add_preset(parser: argparse.ArgumentParser) -> None:
+    """--preset and --cache: a random checkpoint of the probe's own."""
+    parser.add_argument(
+        "--preset", choices=("tiny", "real"), default="tiny", help="layer sizes; real: the thinker's own"
+    )
+    parser.add_argument("--cache", type=Path, default=_cache_folder(), help="where checkpoints are kept")
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """--seed and --dtype."""
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of weights and activations"
+    )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """--model or a preset, --layers, --engine: which thinker, and how the engine is built."""
+    add_preset(parser)
+    parser.add_argument("--model", help="a Qwen3-Omni checkpoint; without it the preset's random thinker")
+    parser.add_argument(
+        "--layers", type=positive, metavar="N", help="decoder layers of the preset; its own where absent"
+    )
+    add_seed(parser)
+    add_device(parser)
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
+    )
+
+
+def resolve_device(choice: str) -> str:
+    """ "auto" to what this machine has.
+
+    Raises:
+        UsageError: CUDA was asked for and is absent.
+    """
+    import torch
+
+    if choice == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise UsageError("needed a CUDA device; got none; use --device cpu")
+    return choice
+
+
+def write_json(data: Any, target: str | None) -> None:
+    """Write to a file, to standard output for "-", or nowhere for None."""
+    if target == "-":
+        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+    elif target is not None:
+        Path(target).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

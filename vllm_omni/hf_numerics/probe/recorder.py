@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a record from a running trainer or rollout: a few lines in a training loop."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.hf_numerics.probe.environment import describe
+from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Collects sequences and writes one record.
+
+    Example:
+        recorder = Recorder("trainer", label="step 12", weights="step 12", device="cuda")
+        recorder.add(prompt_ids, response_ids, logprobs)
+        recorder.write(Path("trainer.json"))
+
+    Args:
+        side: "rollout" or "trainer".
+        label: how it ran, in words.
+        weights: what both sides call these weights; `compare` refuses records with different names.
+        device: "cuda" or "cpu", for the record's environment.
+        temperature: of the log-probs; 1.0 for raw ones.
+        thinker: transformers' thinker, for checksums of its weights; None records none.
+        fingerprint: of the worker, as ``hf_numerics_fingerprint`` gives it; empty for a trainer.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        label: str,
+        weights: str,
+        device: str,
+        temperature: float = 1.0,
+        thinker: Any = None,
+        fingerprint: dict[str, Any] | None = None,
+    ) -> None:
+        self._side, self._label, self._weights = side, label, weights
+        self._environment = describe(device)
+        self._semantics = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"}
+        if temperature != 1.0:
+            self._semantics["logprobs_mode"] = "processed_logprobs"
+        self._fingerprint = fingerprint or {}
+        self._checksums: dict[str, int] = {}
+        if thinker is not None:
+            from vllm_omni.hf_numerics.probe.weights import transformers_checksums
+
+            self._checksums = transformers_checksums(thinker)
+        self._sequences: list[TokenSequence] = []
+
+    def add(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Any) -> None:
+        """Add a sequence.
+
+        Args:
+            prompt_token_ids, token_ids: token ids.
+            logprobs: one float32 for each of ``token_ids``: a 1-D tensor or a sequence of floats.
+
+        Raises:
+            TypeError: a tensor of another dtype than float32: its bits would not be the sampler's.
+        """
+        if hasattr(logprobs, "tolist"):
+            if str(logprobs.dtype).removeprefix("torch.") != "float32":
+                raise TypeError(f"needed float32 log-probs; got {logprobs.dtype}; use trainer.token_logprobs")
+            logprobs = logprobs.tolist()
+        bits = [bits_of(value) for value in logprobs]
+        self._sequences.append(TokenSequence(list(map(int, prompt_token_ids)), list(map(int, token_ids)), bits))
+
+    def record(self) -> Record:
+        """What was added so far."""
+        return Record(
+            side=self._side,
+            label=self._label,
+            sequences=list(self._sequences),
+            semantics=self._semantics,
+            weights=self._weights,
+            weight_checksums=self._checksums,
+            environment=self._environment,
+            fingerprint=self._fingerprint,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the record atomically."""
+        self.record().write(path)
