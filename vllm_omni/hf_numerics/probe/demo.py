@@ -139,7 +139,8 @@ def _rollout_rows(spec: DemoSpec, mode: str, requests: list[list[int]], side: Si
     side.call(do="rescore", rollout=str(together), out=str(folder / "on-prefill.json"))
     sampled = Record.read(together)
     rows = [Row(mode, "engine_prefill", "alone", True, compare(sampled, Record.read(folder / "on-prefill.json")))]
-    if seeds is not None:
+    # In eager execution a request alone takes the same path as beside others; graphs are captured per batch size.
+    if seeds is not None and spec.execution == "graphs":
         alone = folder / "on-alone.json"
         side.call(prompts=requests[:1], max_tokens=[spec.tokens], out=str(alone), seeds=seeds[:1], **common)
         first = dataclasses.replace(sampled, sequences=sampled.sequences[:1])

@@ -19,9 +19,9 @@ def add_parser(commands: Any) -> None:
         "record",
         help="write one side's tokens and exact log-probs to a file",
         description="Rollout: sample prompts with a vLLM engine. Trainer: teacher-force the tokens of a rollout's "
-        "record through transformers. A running trainer writes the same file with vllm_omni.hf_numerics.probe.recorder. "
+        "record through transformers. A running trainer writes the same file with probe.recorder.Recorder. "
         "Exit code 0: written; 2: unusable input.",
-        epilog="example: hf-numerics record rollout --out a.json; hf-numerics record trainer --rollout a.json --out b.json",
+        epilog="example: hf-numerics record rollout --out a.json, then record trainer --rollout a.json --out b.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("side", choices=("rollout", "trainer"), help="which side to run")

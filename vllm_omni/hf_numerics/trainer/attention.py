@@ -60,7 +60,8 @@ class _VarlenAttention(torch.autograd.Function):
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                 q, k, v = (x.transpose(0, 1)[None] for x in leaves)
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=ctx.scale, enable_gqa=True)
-            gradients.append(torch.autograd.grad(out[0].transpose(0, 1), leaves, part))
+                out = out[0].transpose(0, 1)
+            gradients.append(torch.autograd.grad(out, leaves, part))
         return *(torch.cat(parts) for parts in zip(*gradients, strict=True)), None, None
 
 

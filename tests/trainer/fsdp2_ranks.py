@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank of the FSDP2 test runs: an aligned thinker sharded over all ranks against the whole one."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
+
+from vllm_omni.hf_numerics.testing import assert_bitwise_equal
+from vllm_omni.hf_numerics.trainer import align, token_logprobs
+
+
+def _logprobs(model, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1], device=ids.device)[None]).logits
+    return token_logprobs(logits[0, :-1], ids[0, 1:])
+
+
+def _shard(model, mesh) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def run(rank: int, world: int, checkpoint: str, device_type: str, store: str) -> None:
+    """Compare log-probs as bits and run a training step; raises where something differs."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    try:
+        device = torch.device(device_type, rank if device_type == "cuda" else None)
+        generator = torch.Generator().manual_seed(rank)
+        ids = torch.randint(0, 400, (1, 24 + rank), generator=generator).to(device)
+        whole = Thinker.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
+        with torch.no_grad(), align(whole):
+            expected = _logprobs(whole, ids)
+        sharded = Thinker.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
+        _shard(sharded, init_device_mesh(device_type, (world,)))
+        with align(sharded):
+            actual = _logprobs(sharded, ids)
+            assert_bitwise_equal(actual.detach(), expected, f"rank {rank}: sharded against whole")
+            (-actual.mean()).backward()
+        gradients = [p.grad for n, p in sharded.named_parameters() if n.startswith(("model.layers.0.", "lm_head."))]
+        assert gradients and all(g is not None and bool(torch.isfinite(g.to_local()).all()) for g in gradients)
+        Path(f"{store}.rank{rank}").write_text(str(actual.numel()))
+    finally:
+        dist.destroy_process_group()
