@@ -161,10 +161,11 @@ def test_unregister_restores_what_another_plugin_put_over_register_model(stock):
 
 
 def test_registered_class(stock):
-    from vllm_omni.hf_numerics.models.qwen3_omni_thinker import HFNumericsQwen3OmniMoeThinkerForConditionalGeneration
     from vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker import (
         Qwen3OmniMoeThinkerForConditionalGeneration,
     )
+
+    from vllm_omni.hf_numerics.models.qwen3_omni_thinker import HFNumericsQwen3OmniMoeThinkerForConditionalGeneration
 
     plugin.register()
     for registry, models in zip(plugin._registries(), stock, strict=True):
@@ -244,7 +245,9 @@ def test_namespace_package_is_refused_before_anything_changes(stock, monkeypatch
     import vllm_omni
 
     monkeypatch.setattr(vllm_omni, "__file__", None)
-    with pytest.raises(RuntimeError, match="needed vllm-omni as a regular package; got a namespace package.*pip install"):
+    with pytest.raises(
+        RuntimeError, match="needed vllm-omni as a regular package; got a namespace package.*pip install"
+    ):
         plugin.register()
     assert _snapshot() == stock
     assert all("register_model" not in registry.__dict__ for registry in plugin._registries())

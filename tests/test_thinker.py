@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.models import qwen3_moe
 from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as upstream
 
@@ -65,15 +66,6 @@ def _ops_of(run: Callable[[], object]) -> set[str]:
     return {name.removeprefix("hf_numerics::") for name in names if name.startswith("hf_numerics::")}
 
 
-@pytest.fixture(autouse=True)
-def plugin_registered():
-    was = plugin.is_registered()
-    plugin.register()
-    yield
-    if not was:
-        plugin.unregister()
-
-
 @pytest.mark.parametrize("additional_config", OFF.values(), ids=OFF.keys())
 def test_off_builds_vllm_omnis_own_class(build_thinker, additional_config):
     built = build_thinker(additional_config)
@@ -87,6 +79,7 @@ def test_off_after_on_in_one_process(build_thinker):
     plugin.unregister()
     without_plugin = build_thinker(None).logits(ids, fill=0.0)
     plugin.register()
+    loader_utils._MODEL_ARCH_BY_HASH.clear()  # vLLM resolves an architecture once a checkpoint
     on = build_thinker(ON).logits(ids)
     built = build_thinker({"hf_numerics": False})
     _assert_stock(built.model)
@@ -137,15 +130,14 @@ def test_every_op_of_the_mode_runs(build_thinker):
     assert _ops_of(lambda: built.logits(torch.arange(5))) == set(OPS) - {"add_deepstack"}
 
 
-def test_parameters_have_the_stock_names(tiny_vllm_config, one_process):
-    from vllm.model_executor.model_loader.utils import initialize_model
+def test_parameters_have_the_stock_names(tiny_vllm_config, one_process, plugin_registered):
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     found = []
     for additional_config in (ON, None):
         config = tiny_vllm_config(additional_config)
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            model = initialize_model(vllm_config=config)
+            model = loader_utils.initialize_model(vllm_config=config)
         assert len(list(model.parameters())) == 30
         found.append({name: (tuple(x.shape), x.dtype, x.stride()) for name, x in model.state_dict().items()})
     on, off = found

@@ -141,7 +141,9 @@ def test_layout_of_the_deepstack_levels(build_thinker, layout):
     expected, _ = _run_ours(built, inputs)
     levels = inputs.levels
     inputs.levels = {
-        "slice of a wide tensor": lambda: torch.cat(tuple(levels), dim=-1).unflatten(-1, (LEVELS, HIDDEN)).transpose(0, 1),
+        "slice of a wide tensor": lambda: (
+            torch.cat(tuple(levels), dim=-1).unflatten(-1, (LEVELS, HIDDEN)).transpose(0, 1)
+        ),
         "permuted": lambda: levels.transpose(1, 2).contiguous().transpose(1, 2),
         "longer buffer": lambda: torch.cat((levels, levels), dim=1)[:, :TOKENS],
     }[layout]()
@@ -225,6 +227,13 @@ def test_other_requests_do_not_change_bits(build_thinker):
             rows[request].append(part)
     for request, expected in enumerate(alone):
         assert_bitwise_equal(torch.cat(rows[request]), expected, f"request {request}")
+
+
+def test_thread_count_does_not_change_bits(build_thinker):
+    ids, built = torch.arange(40), build_thinker(ON)
+    expected = built.logits(ids)
+    torch.set_num_threads(3)  # `one_thread` of the fixtures puts the count back
+    assert_bitwise_equal(built.logits(ids), expected)
 
 
 def test_positions_in_one_row_and_in_three(build_thinker):

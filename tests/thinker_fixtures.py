@@ -64,7 +64,16 @@ def tiny_vllm_config(tiny_checkpoint: Callable[..., Path], environment_restored:
 
 
 @pytest.fixture
-def transformers_thinker(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Any]:
+def one_thread() -> Iterator[None]:
+    """One torch thread: the models are so small that threads on a busy machine only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def transformers_thinker(tiny_checkpoint: Callable[..., Path], one_thread: None) -> Callable[..., Any]:
     """``transformers_thinker(seed=0, dtype="bfloat16", layers=3)``: a new thinker with the checkpoint's weights."""
 
     def load(seed: int = 0, dtype: str = "bfloat16", layers: int = 3) -> Any:
@@ -160,7 +169,9 @@ class InProcessThinker:
         with torch.no_grad(), set_current_vllm_config(self.config):
             layer = next(iter(self._attention.values()))
             spec = layer.get_kv_cache_spec(self.config)
-            builder = layer.attn_backend.get_builder_cls()(spec, list(self._attention), self.config, torch.device("cpu"))
+            builder = layer.attn_backend.get_builder_cls()(
+                spec, list(self._attention), self.config, torch.device("cpu")
+            )
             metadata = dict.fromkeys(self._attention, builder.build(0, common))
             slots = dict.fromkeys(self._attention, common.slot_mapping)
             with set_forward_context(metadata, self.config, num_tokens=common.num_actual_tokens, slot_mapping=slots):
@@ -183,8 +194,27 @@ class InProcessThinker:
 
 
 @pytest.fixture
+def plugin_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plugin's entry in the registries, whatever earlier tests left there; vLLM keeps no class from them."""
+    from vllm.model_executor.model_loader import utils
+
+    from vllm_omni.hf_numerics import plugin
+
+    monkeypatch.setattr(utils, "_MODEL_ARCH_BY_HASH", {})
+    was_registered = plugin.is_registered()
+    plugin.register()
+    yield
+    if not was_registered:
+        plugin.unregister()
+
+
+@pytest.fixture
 def build_thinker(
-    one_process: None, tiny_vllm_config: Callable[..., Any], tiny_checkpoint: Callable[..., Path]
+    one_process: None,
+    one_thread: None,
+    plugin_registered: None,
+    tiny_vllm_config: Callable[..., Any],
+    tiny_checkpoint: Callable[..., Path],
 ) -> Callable[..., InProcessThinker]:
     """``build_thinker(additional_config, seed=0, dtype="bfloat16", layers=3, **engine_arguments)``, weights loaded."""
 

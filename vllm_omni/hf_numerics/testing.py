@@ -75,7 +75,9 @@ def assert_bitwise_equal(
         TypeError: a complex tensor.
     """
     __tracebackhide__ = True
-    if not isinstance(actual, torch.Tensor):
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        assert not isinstance(actual, torch.Tensor), f"{what or 'tensors'}: one tensor, expected a sequence"
+        assert not isinstance(expected, torch.Tensor), f"{what or 'tensors'}: a sequence, expected one tensor"
         assert len(actual) == len(expected), f"{what or 'tensors'}: {len(actual)} tensors, expected {len(expected)}"
         for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_bitwise_equal(one, other, f"{what}[{i}]")
@@ -181,7 +183,7 @@ class _Maker:
         values = (0.0, -0.0, limits.smallest_normal / 4, -limits.max, torch.inf, torch.nan)
         for row, value in enumerate(values[: rows - 1]):
             x[row] = value
-        # One infinite element poisons a whole row of a reduction, one of an elementwise op: keep such a row too.
+        # An ordinary row with one infinite element: a reduction spreads it, an elementwise op must not.
         x[rows - 1, width // 2] = -torch.inf
         return x
 

@@ -5,13 +5,22 @@ import argparse
 import sys
 
 from vllm_omni.hf_numerics import __version__
-from vllm_omni.hf_numerics.probe import demo_command, gate_command, locate_command, options, record_command
+from vllm_omni.hf_numerics.probe import (
+    compare_command,
+    demo_command,
+    env,
+    gate_command,
+    locate_command,
+    options,
+    record_command,
+    report,
+)
 from vllm_omni.hf_numerics.probe.records import RecordError
 from vllm_omni.hf_numerics.probe.side import SideError
 
 __all__ = ["build_parser", "main"]
 
-_COMMANDS = (demo_command, record_command, locate_command, gate_command)
+_COMMANDS = (demo_command, record_command, compare_command, locate_command, report, gate_command, env)
 
 
 def build_parser() -> argparse.ArgumentParser:

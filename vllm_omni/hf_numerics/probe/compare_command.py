@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.hf_numerics.probe import outcome
+from vllm_omni.hf_numerics.probe import outcome, streams
 from vllm_omni.hf_numerics.probe.compare import compare
 
 __all__ = ["add_parser", "add_records", "not_negative", "run"]
@@ -50,6 +50,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    streams.accept_any_text()
     try:
         records = outcome.read_record(arguments.left), outcome.read_record(arguments.right)
         comparison = compare(*records)

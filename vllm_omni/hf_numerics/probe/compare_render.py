@@ -24,6 +24,8 @@ def _cells(*values: object, style: str = "") -> list[Text]:
 
 def _sides(console: Console, records: Sequence[Record], names: Sequence[str]) -> None:
     table = Table.grid(padding=(0, 2))
+    for _ in range(5):
+        table.add_column(overflow="fold")  # a path is shown whole, on as many lines as it takes
     for letter, name, record in zip("AB", names, records, strict=True):
         size = f"{outcome.count(len(record.sequences), 'request')}, {outcome.count(record.tokens, 'log-prob')}"
         table.add_row(*_cells(letter, name, record.side, record.label, size))

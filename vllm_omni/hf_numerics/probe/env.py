@@ -7,13 +7,12 @@ process of their own, and a probe that fails becomes a line.
 
 import argparse
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.hf_numerics.probe import env_facts, env_missing, env_render
+from vllm_omni.hf_numerics.probe import env_facts, env_missing, env_render, streams
 
 __all__ = ["EXACT", "MISSING", "add_parser", "run"]
 
@@ -72,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         0 where exactness can be expected, else 1.
     """
     try:
+        streams.accept_any_text()
         return _report(arguments)
     except BrokenPipeError:
-        # The reader (head, a pager) has gone; Python would report the same again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.let_go_of_output()
         return MISSING
     except (Exception, KeyboardInterrupt) as error:
         try:

@@ -78,7 +78,7 @@ class LocateResult:
         if self.first is None:
             return f"nothing differs at any of {len(self.points):,} points"
         row = "" if self.first.row is None else f", row {self.first.row}"
-        return f"the two sides part at {self.first.place}{row}, {self.first.ulp:,} ULP"
+        return f"the two sides part at {self.first.place}{row}, by up to {self.first.ulp:,} ULP"
 
     @property
     def batch_sentence(self) -> str:

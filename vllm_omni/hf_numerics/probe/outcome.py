@@ -140,6 +140,8 @@ def _side(name: str, record: Record) -> dict[str, Any]:
         "file": name,
         "side": record.side,
         "label": record.label,
+        "environment": record.environment,
+        "fingerprint": record.fingerprint,
         "requests": len(record.sequences),
         "log_probs": record.tokens,
     }

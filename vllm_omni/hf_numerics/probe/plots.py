@@ -122,13 +122,9 @@ def mismatch_over_position(where: Positions) -> str:
     figure, axes = _figure(4.6 if total else 2.2, 2 if total else 1, sharex=True)
     from matplotlib.ticker import MaxNLocator
 
-    shares = [100 * d / c if c else 0.0 for d, c in zip(where.differing, where.compared, strict=True)]
-    edges = [min(i * where.width, where.length) for i in range(len(shares) + 1)]
-    axes[0].stairs(shares, edges, fill=True, color=_BAD, linewidth=0)
     axes[0].set_xlim(0, max(where.length, 1))
-    axes[0].xaxis.set_major_formatter("{x:,.0f}")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].set_ylim(0, max(1.0, *shares) * 1.05 if shares else 1.0)
+    axes[0].xaxis.set_major_formatter("{x:,.0f}")
     axes[0].grid(axis="y", color=_LINE, linewidth=0.5)
     axes[0].set_axisbelow(True)
     x = "generated position" + (f" (columns of {where.width:,})" if where.width > 1 else "")
@@ -137,6 +133,10 @@ def mismatch_over_position(where: Positions) -> str:
         _say(axes[0], f"nothing differs: 0 of {count(sum(where.compared), 'log-prob')}")
         axes[0].set_ylim(0, 100)
         return _inline(figure, "position", title)
+    shares = [100 * d / c if c else 0.0 for d, c in zip(where.differing, where.compared, strict=True)]
+    edges = [min(i * where.width, where.length) for i in range(len(shares) + 1)]
+    axes[0].stairs(shares, edges, fill=True, color=_BAD, linewidth=0)
+    axes[0].set_ylim(0, max(shares) * 1.05)
     largest = max(where.cells.values())
     cells: dict[tuple[float, float], tuple[str, float]] = {
         (column * where.width, power): (_BAD, _shade(number, largest))
@@ -210,6 +210,8 @@ def heat_map(located: LocateResult) -> str:
     shown = _shown_columns(columns)
     axis.set_xticks([i + 0.5 for i in shown], [columns[i] for i in shown])
     axis.set_yticks([i + 0.5 for i in range(len(ops))], ops)
+    for text in axis.get_yticklabels():
+        text.set_parse_math(False)  # a dollar sign in an op's name is no formula
     axis.tick_params(length=0)
     axis.spines[["left", "bottom"]].set_visible(False)
     _label(axis, "layer", "")

@@ -15,7 +15,7 @@ from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
 from vllm_omni.hf_numerics.probe.side import serve
 
-__all__ = ["LAYOUTS", "MODULE", "NUMERICS", "TrainerSpec", "load_model", "recompute"]
+__all__ = ["LAYOUTS", "MODULE", "NUMERICS", "TrainerSpec", "load_model", "recompute", "set_numerics"]
 
 MODULE = "vllm_omni.hf_numerics.probe.recompute"
 
@@ -62,7 +62,8 @@ def load_model(spec: TrainerSpec) -> Any:
 
 
 @contextmanager
-def _numerics(model: Any, kind: str) -> Iterator[None]:
+def set_numerics(model: Any, kind: str) -> Iterator[None]:
+    """Give the model one of `NUMERICS` for the length of a ``with`` block."""
     from vllm_omni.hf_numerics.trainer import align
 
     if kind == "plain":
@@ -145,7 +146,7 @@ class _Trainer:
         """Teacher-force a rollout's record and write the trainer's record to ``out``."""
         source = Record.read(Path(rollout))
         model_runner = source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
-        with _numerics(self.model, numerics):
+        with set_numerics(self.model, numerics):
             sequences = recompute(self.model, source.sequences, numerics, layout, model_runner)
         Record(
             side="trainer",
@@ -162,7 +163,7 @@ class _Trainer:
         """Run one prompt and write what its rows were after every op to ``out``; returns the names of the ops."""
         from vllm_omni.hf_numerics.probe.taps import capture_transformers
 
-        with _numerics(self.model, numerics):
+        with set_numerics(self.model, numerics):
             return capture_transformers(self.model, prompt, Path(out), inject)
 
     def answer(self, request: dict[str, Any]) -> Any:

@@ -48,6 +48,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--layout", choices=("alone", "packed"), default="alone", help="trainer: how sequences are batched"
     )
+    parser.add_argument(
+        "--shards", type=options.positive, default=1, metavar="N", help="trainer: shard with FSDP2 over N devices"
+    )
     parser.set_defaults(run=run)
 
 
@@ -94,6 +97,18 @@ def _is_prompt(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
 
 
+def _record_sharded(arguments: argparse.Namespace, trainer: Any, device: str, folder: Path) -> None:
+    from vllm_omni.hf_numerics.probe import sharded
+    from vllm_omni.hf_numerics.probe.side import environment_for, run_once
+
+    if arguments.layout != "alone":
+        raise options.UsageError("needed --layout alone beside --shards; got packed")
+    job = folder / "job.json"
+    out, record = str(arguments.out.resolve()), str(arguments.rollout.resolve())
+    sharded.ShardedJob(trainer, arguments.numerics, arguments.shards, record, out).write(job)
+    run_once(sharded.MODULE, [str(job)], environment_for(device), folder / "side.log")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Record one side; returns the exit code."""
     from vllm_omni.hf_numerics.probe import demo, recompute, rollout
@@ -107,6 +122,9 @@ def run(arguments: argparse.Namespace) -> int:
                 raise options.UsageError("needed --rollout FILE; got none; record a rollout first")
             Record.read(arguments.rollout)
             _, trainer, device, _ = build_sides(arguments, {})
+            if arguments.shards > 1:
+                _record_sharded(arguments, trainer, device, Path(folder))
+                return options.EQUAL
             with Side(recompute.MODULE, asdict(trainer), environment_for(device), log) as side:
                 side.call(
                     do="recompute",

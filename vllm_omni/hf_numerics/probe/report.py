@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.hf_numerics import __version__
-from vllm_omni.hf_numerics.probe import outcome, report_data
+from vllm_omni.hf_numerics.probe import outcome, report_data, streams
 from vllm_omni.hf_numerics.probe.compare_command import add_records
 from vllm_omni.hf_numerics.probe.locate_result import LocateResult
 from vllm_omni.hf_numerics.probe.plots import MissingMatplotlib
@@ -76,7 +76,7 @@ def _write(report: report_data.Report, kind: str, out: str | None) -> None:
         return
     text = text_of(report, kind)
     if out is None:
-        sys.stdout.write(text)
+        streams.write_utf8(text)
         return
     # At once or not at all: a page cut off in the middle looks like a report.
     partial = Path(out + ".partial")
@@ -87,6 +87,7 @@ def _write(report: report_data.Report, kind: str, out: str | None) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    streams.accept_any_text()
     try:
         records = outcome.read_record(arguments.left), outcome.read_record(arguments.right)
         located = LocateResult.read(arguments.locate) if arguments.locate else None

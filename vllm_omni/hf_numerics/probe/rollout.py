@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout side of the probe: the real vLLM engine, sampling and recorded. Runs as a `side.Side`."""
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ class _Rollout:
         common = {"temperature": _TEMPERATURE, "ignore_eos": True, "logprobs": 0, "detokenize": False}
         sampling = [
             SamplingParams(max_tokens=count, seed=seed, **common)
-            for count, seed in zip(max_tokens, seeds or [None] * len(prompts), strict=True)
+            for count, seed in zip(max_tokens, seeds or itertools.repeat(None, len(prompts)), strict=True)
         ]
         sequences = []
         for output in self._generate(prompts, sampling):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Side", "SideError", "environment_for", "serve"]
+__all__ = ["Side", "SideError", "environment_for", "run_once", "serve"]
 
 _REPLY_FD = "HF_NUMERICS_REPLY_FD"
 _LOG_LINES_SHOWN = 40
@@ -31,9 +31,28 @@ def environment_for(device: str) -> dict[str, str]:
     if device == "cpu":
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker in one process: a quicker start
+        environment.pop("VLLM_BATCH_INVARIANT", None)  # vLLM refuses it on the CPU, where the mode needs none
     else:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     return environment
+
+
+def run_once(module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> None:
+    """Run ``python -m MODULE ARGUMENTS`` to its end.
+
+    Raises:
+        SideError: it ended with another code than 0.
+    """
+    with log.open("wb") as stream:
+        command = [sys.executable, "-m", module, *arguments]
+        code = subprocess.run(command, env=dict(environment), stdout=stream, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise SideError(_ended(module, code, log))
+
+
+def _ended(module: str, code: int, log: Path) -> str:
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:])
+    return f"{module} ended with exit code {code}; the end of its log:\n{tail}"
 
 
 class Side:
@@ -78,9 +97,7 @@ class Side:
             pass  # it died already: the missing answer says so
         answer = self._replies.readline()
         if not answer:
-            code = self._process.wait()
-            tail = "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:])
-            raise SideError(f"{self._module} ended with exit code {code}; the end of its log:\n{tail}")
+            raise SideError(_ended(self._module, self._process.wait(), self._log))
         return json.loads(answer)
 
     def __enter__(self) -> "Side":

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``align``: what it changes, that undo takes all of it back, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, Qwen3OmniMoeThinkerForConditionalGeneration
+
+from vllm_omni.hf_numerics import versions
+from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+from vllm_omni.hf_numerics.testing import assert_bitwise_equal
+from vllm_omni.hf_numerics.trainer import Alignment, align
+from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, no_mask, register_attention
+from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME
+
+pytest_plugins = ["thinker_fixtures"]
+
+IDS = torch.randint(480, (1, 11), generator=torch.Generator().manual_seed(3))
+
+
+def _logits(model, ids=IDS, **kwargs):
+    with torch.no_grad():
+        return model(input_ids=ids, **kwargs).logits
+
+
+def _state(model: nn.Module) -> list:
+    """Everything that an alignment could leave behind: attributes, forwards, hooks, buffers by identity, config."""
+    found: list = [copy.deepcopy(vars(config)) for config in (model.config, model.model.config)]
+    for name, module in model.named_modules():
+        own = {key: id(value) for key, value in vars(module).items() if not isinstance(value, dict)}
+        members = {key: [(k, id(v)) for k, v in vars(module)[key].items()] for key in ("_parameters", "_buffers")}
+        hooks = {key: len(value) for key, value in vars(module).items() if key.endswith(("hooks", "hooks_with_kwargs"))}
+        found.append((name, type(module), own, members, hooks))
+    return found
+
+
+@pytest.fixture
+def model(transformers_thinker):
+    return transformers_thinker()
+
+
+def test_undo_restores_everything(model):
+    state, plain = _state(model), _logits(model)
+    handle = align(model)
+    assert isinstance(handle, Alignment)
+    assert _state(model) != state
+    aligned = _logits(model)
+    with pytest.raises(AssertionError):  # aligned and plain differ, so the next line can fail
+        assert_bitwise_equal(aligned, plain)
+    handle.undo()
+    assert _state(model) == state
+    assert_bitwise_equal(_logits(model), plain)
+    handle.undo()
+    assert _state(model) == state
+
+
+def test_align_again_after_undo(model):
+    with align(model):
+        first = _logits(model)
+    with align(model) as handle:
+        assert_bitwise_equal(_logits(model), first)
+    assert "_hf_numerics_alignment" not in vars(model)
+    assert align(model) is not handle
+
+
+def test_align_is_idempotent(model):
+    handle = align(model)
+    state, changes = _state(model), list(handle.changes)
+    assert align(model) is handle
+    assert _state(model) == state and handle.changes == changes
+
+
+def test_inner_context_does_not_end_an_outer_alignment(model):
+    """A helper that aligns for its own use must not leave its caller unaligned without a word."""
+    with align(model):
+        expected = _logits(model)
+        with align(model):
+            assert_bitwise_equal(_logits(model), expected)
+        assert_bitwise_equal(_logits(model), expected)
+
+
+def test_changes_are_named(model):
+    changes = "\n".join(align(model).changes)
+    assert f"_attn_implementation_internal = '{ATTENTION_NAME}'" in changes
+    assert f"_experts_implementation_internal = '{EXPERTS_NAME}'" in changes
+    assert "Linear.forward" in changes and "TopKRouter.forward" in changes and "layout hook" in changes
+
+
+def test_parameters_stay_the_users(model):
+    parameters = {name: (id(x), x.data_ptr()) for name, x in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+    keys = list(model.state_dict())
+    with align(model):
+        _logits(model)
+        assert {name: (id(x), x.data_ptr()) for name, x in model.named_parameters()} == parameters
+        assert [type(module) for module in model.modules()] == kinds
+        assert list(model.state_dict()) == keys
+
+
+def test_two_models_in_one_process(transformers_thinker):
+    first, second = transformers_thinker(0), transformers_thinker(1)
+    plain, state = _logits(second), _state(second)
+    with align(first) as handle:
+        aligned_first = _logits(first)
+        assert _state(second) == state
+        assert_bitwise_equal(_logits(second), plain)
+        with align(second) as other:
+            assert other is not handle
+            aligned_second = _logits(second)
+        assert_bitwise_equal(_logits(first), aligned_first)
+        assert_bitwise_equal(_logits(second), plain)
+    with align(second):
+        assert_bitwise_equal(_logits(second), aligned_second)
+
+
+def test_two_models_of_one_config_object(model):
+    """Built from the same config object, a second model must not turn into a half-aligned one."""
+    torch.manual_seed(0)
+    second = Qwen3OmniMoeThinkerForConditionalGeneration(model.config).to(torch.bfloat16).eval()
+    third = Qwen3OmniMoeThinkerForConditionalGeneration(model.config).to(torch.bfloat16).eval()
+    plain = _logits(third)
+    with align(second):
+        assert_bitwise_equal(_logits(third), plain)
+
+
+def test_undoing_a_copy_leaves_the_original_aligned(model):
+    """A reference model is often a deep copy of the actor."""
+    handle = align(model)
+    expected = _logits(model)
+    duplicate = copy.deepcopy(model)
+    assert_bitwise_equal(_logits(duplicate), expected)
+    align(duplicate).undo()
+    assert_bitwise_equal(_logits(model), expected)
+    handle.undo()
+
+
+def test_restored_after_an_exception_in_the_block(model):
+    state = _state(model)
+    with pytest.raises(ZeroDivisionError), align(model):
+        raise ZeroDivisionError
+    assert _state(model) == state
+
+
+def test_restored_when_a_forward_fails_inside(model):
+    state, plain = _state(model), _logits(model)
+    with pytest.raises(ValueError), align(model):
+        _logits(model, attention_mask=torch.ones(1, 3), position_ids=torch.arange(11)[None])
+    assert _state(model) == state
+    assert_bitwise_equal(_logits(model), plain)
+
+
+@pytest.mark.parametrize("step", ["register_experts", "_exact_rotary", "_replace_forward", "hook"])
+def test_nothing_is_left_when_align_itself_fails(model, monkeypatch, step):
+    state = _state(model)
+
+    def fail(*args, **kwargs):
+        raise MemoryError("stop here")
+
+    with monkeypatch.context() as patch:
+        if step == "hook":
+            patch.setattr(model.model, "register_forward_pre_hook", fail)
+        else:
+            patch.setitem(align.__globals__, step, fail)
+        with pytest.raises(MemoryError):
+            align(model)
+    assert _state(model) == state
+    align(model).undo()
+
+
+def test_a_model_that_has_a_thinker(model):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.thinker = model
+
+    whole = Whole()
+    handle = align(whole)
+    assert align(model) is handle
+    handle.undo()
+
+
+@pytest.mark.parametrize("build", [lambda m: nn.Linear(2, 2), lambda m: m.model, lambda m: m.visual, lambda m: None])
+def test_other_models_are_a_type_error(model, build):
+    other = build(model)
+    with pytest.raises(TypeError) as caught:
+        align(other)
+    message = str(caught.value)
+    assert "needed a transformers Qwen3OmniMoeThinkerForConditionalGeneration" in message
+    assert f"got {type(other).__name__}" in message
+
+
+def test_thinker_attribute_of_another_type_is_a_type_error():
+    holder = nn.Module()
+    holder.thinker = nn.Linear(2, 2)
+    with pytest.raises(TypeError):
+        align(holder)
+
+
+def test_untested_versions_are_refused(model, monkeypatch):
+    monkeypatch.delenv(versions.ALLOW_UNTESTED, raising=False)
+    found = {**versions.installed_versions(), "transformers": "5.18.0"}
+    monkeypatch.setattr(versions, "installed_versions", lambda: found)
+    state = _state(model)
+    with pytest.raises(RuntimeError, match="got vllm .*transformers 5.18.0.*HF_NUMERICS_ALLOW_UNTESTED=1"):
+        align(model)
+    assert _state(model) == state
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [lambda x: torch.nextafter(x, torch.tensor(2.0)), lambda x: x.to(torch.bfloat16), lambda x: x.double()],
+    ids=["last bit", "bfloat16", "float64"],
+)
+def test_inv_freq_is_repaired_and_given_back(model, alter):
+    with align(model):
+        expected = _logits(model)
+    rotary = model.model.rotary_emb
+    altered = alter(rotary.inv_freq)
+    rotary.inv_freq = altered
+    with align(model) as handle:
+        assert any("inv_freq" in change for change in handle.changes)
+        assert_bitwise_equal(rotary.inv_freq, default_inv_freq(32, 1_000_000))
+        assert_bitwise_equal(_logits(model), expected)
+    assert rotary.inv_freq is altered
+
+
+def test_exact_inv_freq_is_left_alone(model):
+    before = model.model.rotary_emb.inv_freq
+    with align(model) as handle:
+        assert model.model.rotary_emb.inv_freq is before
+        assert not any("inv_freq" in change for change in handle.changes)
+
+
+def test_cast_of_an_aligned_model_keeps_its_bits(model):
+    """``model.to(torch.bfloat16)`` changes no weight of a bfloat16 model, but casts its float32 buffers."""
+    with align(model):
+        expected = _logits(model)
+        model.to(torch.bfloat16)
+        assert_bitwise_equal(_logits(model), expected)
+
+
+def test_attention_without_align_is_an_error(model):
+    """Without a layout it would not be causal."""
+    register_attention()
+    model.model.config._attn_implementation_internal = ATTENTION_NAME
+    with pytest.raises(ValueError, match="needed an aligned model.*would not be causal.*align"):
+        _logits(model)
+
+
+def test_attention_and_its_mask_function_are_registered():
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    register_attention()
+    register_attention()
+    assert ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME].__module__.startswith("vllm_omni.hf_numerics")
+    assert ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION_NAME] is no_mask
+
+
+def test_dropout_is_refused(model):
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with align(model):
+        model.train()
+        with pytest.raises(ValueError, match="needed attention dropout 0; got 0.1; set attention_dropout=0"):
+            _logits(model)
+        model.eval()
+        _logits(model)
+
+
+def test_filled_kv_cache_is_refused(model):
+    cache = DynamicCache(config=model.model.config)
+    _logits(model, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 11
+    with align(model), pytest.raises(ValueError, match="needed an empty KV cache; got a filled one"):
+        _logits(model, IDS[:, :1], past_key_values=cache)
+
+
+def test_empty_kv_cache_is_fine(model):
+    with align(model):
+        expected = _logits(model, use_cache=False)
+        assert_bitwise_equal(_logits(model, past_key_values=DynamicCache(config=model.model.config)), expected)
+        assert_bitwise_equal(_logits(model, use_cache=True), expected)
+
+
+def test_generate_is_refused_not_wrong(model):
+    with align(model), pytest.raises(ValueError, match="KV cache"):
+        model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer side sharded with FSDP2 over several devices: every rank recomputes its share of a rollout.
+
+Runs as ``python -m vllm_omni.hf_numerics.probe.sharded JOB``; JOB is a JSON file (`ShardedJob`).
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from vllm_omni.hf_numerics.probe.environment import describe
+from vllm_omni.hf_numerics.probe.recompute import TrainerSpec, load_model, recompute, set_numerics
+from vllm_omni.hf_numerics.probe.records import Record, TokenSequence
+from vllm_omni.hf_numerics.probe.weights import transformers_checksums
+
+__all__ = ["MODULE", "ShardedJob", "shard"]
+
+MODULE = "vllm_omni.hf_numerics.probe.sharded"
+
+
+@dataclass(frozen=True)
+class ShardedJob:
+    """A rollout to recompute: the trainer, its numerics, the number of ranks, the rollout's record, the output."""
+
+    trainer: TrainerSpec
+    numerics: str
+    ranks: int
+    rollout: str
+    out: str
+
+    @classmethod
+    def read(cls, path: Path) -> "ShardedJob":
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**data, "trainer": TrainerSpec.from_dict(data["trainer"])})
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def shard(model: Any, mesh: Any) -> None:
+    """FSDP2 as trainers use it: every decoder layer a unit, the rest another."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _share(sequences: list[TokenSequence], rank: int, ranks: int) -> list[TokenSequence]:
+    """A rank's sequences; shares are filled to one length, because every forward is a collective."""
+    longest = -(-len(sequences) // ranks)
+    own = sequences[rank::ranks]
+    return own + sequences[:1] * (longest - len(own))
+
+
+def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
+    kind = job.trainer.device
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, job.ranks), rank=rank, world_size=job.ranks)
+    try:
+        source = Record.read(Path(job.rollout))
+        model_runner = source.fingerprint.get("model_runner") or ("v2" if kind == "cuda" else "v1")
+        model = load_model(job.trainer)
+        checksums = transformers_checksums(model)
+        shard(model, init_device_mesh(kind, (job.ranks,)))
+        with set_numerics(model, job.numerics):
+            share = _share(source.sequences, rank, job.ranks)
+            results = recompute(model, share, job.numerics, "alone", model_runner)
+        gathered: list[Any] = [None] * job.ranks
+        dist.all_gather_object(gathered, results)
+        if rank == 0:
+            Record(
+                side="trainer",
+                label=f"transformers {job.numerics}, alone, FSDP2 over {job.ranks} ranks",
+                sequences=[gathered[i % job.ranks][i // job.ranks] for i in range(len(source.sequences))],
+                semantics=source.semantics,
+                weights=source.weights,
+                weight_checksums=checksums,
+                environment={**describe(kind), "fsdp2_ranks": job.ranks},
+            ).write(Path(job.out))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    job = ShardedJob.read(path)
+    torch.multiprocessing.spawn(_rank_main, args=(job, f"{path}.store"), nprocs=job.ranks)
