@@ -33,7 +33,7 @@ def transformers_rope(
     embedding = rotary_embedding(2 * inv_freq.shape[0], sections)
     embedding.inv_freq = inv_freq
     # [3 or 1, batch of one, T]
-    cos, sin = embedding(q, positions.view(-1, 1, positions.shape[-1]) if positions.dim() == 1 else positions[:, None])
+    cos, sin = embedding(q, positions[None, None] if positions.dim() == 1 else positions[:, None])
     tokens, dim = positions.shape[-1], 2 * inv_freq.shape[0]
     heads = [x.unflatten(-1, (x.shape[-1] // dim, dim)).transpose(0, 1)[None] for x in (q, k)]
     rotated = apply_rotary_pos_emb(*heads, cos.view(1, tokens, dim), sin.view(1, tokens, dim))

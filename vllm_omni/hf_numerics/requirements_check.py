@@ -192,6 +192,11 @@ def refusals(facts: EngineFacts) -> list[str]:
     found = []
     if facts.platform not in _PLATFORMS:
         found.append(f"needed a CUDA or CPU platform; got {facts.platform!r}")
+    if facts.platform == "cpu" and facts.batch_invariant:
+        found.append(
+            "needed VLLM_BATCH_INVARIANT unset on the CPU, where vLLM has no MoE backend for it; got 1; unset it: the "
+            "CPU reference platform is batch-invariant without it"
+        )
     if facts.dtype not in _DTYPES:
         found.append(f"needed dtype {' or '.join(_DTYPES)}; got {facts.dtype!r}; set --dtype bfloat16")
     found += _parallel_refusals(facts) + _feature_refusals(facts) + _model_refusals(facts) + _rope_refusals(facts)

@@ -15,6 +15,8 @@ Source: ``transformers.models.qwen3_omni_moe.Qwen3OmniMoeThinkerTextModel._deeps
 
 import torch
 
+from vllm_omni.hf_numerics.ops.layout import standard
+
 __all__ = ["add_deepstack", "reference"]
 
 
@@ -27,7 +29,7 @@ def reference(hidden: torch.Tensor, residual: torch.Tensor, deepstack: torch.Ten
 @torch.library.custom_op("hf_numerics::add_deepstack", mutates_args=())
 def add_deepstack(hidden: torch.Tensor, residual: torch.Tensor, deepstack: torch.Tensor) -> torch.Tensor:
     """Add a deepstack level to the rounded residual sum; see the module's contract."""
-    return reference(hidden, residual, deepstack).contiguous()
+    return standard(reference(hidden, residual, deepstack))
 
 
 @add_deepstack.register_fake

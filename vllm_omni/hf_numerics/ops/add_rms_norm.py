@@ -14,6 +14,7 @@ Source: ``transformers.models.qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer
 import torch
 
 from vllm_omni.hf_numerics.ops import rms_norm as _rms_norm
+from vllm_omni.hf_numerics.ops.layout import standard
 
 __all__ = ["add_rms_norm", "reference"]
 
@@ -31,7 +32,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add, then normalise the last dim; see the module's contract."""
     normed, total = reference(x, residual, weight, eps)
-    return normed.contiguous(), total.contiguous()
+    return standard(normed), standard(total)
 
 
 @add_rms_norm.register_fake

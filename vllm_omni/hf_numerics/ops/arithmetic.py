@@ -18,11 +18,12 @@ __all__ = ["TERM_BUDGET", "exp", "silu", "tree_sum"]
 TERM_BUDGET = 1 << 24
 
 _LOG2_E = math.log2(math.e)
-# ln 2 in two parts: n * _LN2_HIGH is exact for every |n| <= 2**9, because the high part has 14 significant bits.
+# ln 2 in two parts: n * _LN2_HIGH is exact for every |n| <= 2**9, because the high part has 15 significant bits.
 _LN2_HIGH = 0.693145751953125
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
-_SMALLEST_NORMAL_EXPONENT = -126.0
-_LARGEST_EXPONENT = 127.0
+_SMALLEST_NORMAL = 2.0**-126
+# Beyond these exponents the result is zero or infinite whatever the mantissa is.
+_LOWEST, _HIGHEST = -127.0, 129.0
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(7, -1, -1))
 
 
@@ -45,25 +46,32 @@ def tree_sum(terms: torch.Tensor) -> torch.Tensor:
     return terms[0]
 
 
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """``2**exponent`` from its bit pattern: ldexp goes through pow, whose bits are the library's business."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
 def exp(x: torch.Tensor) -> torch.Tensor:
     """``e**x`` in float32 from elementwise operations only; results below 2**-126 are zero.
 
     Args:
-        x: float32, any shape; -inf gives 0, NaN stays NaN.
+        x: float32, any shape; -inf gives 0, inf gives inf, NaN stays NaN.
 
     Returns:
         float32, same shape, within 2 ULP of the true value (tests/ops/test_arithmetic.py).
     """
-    n = torch.round(x * _LOG2_E)
-    scale = n.clamp(_SMALLEST_NORMAL_EXPONENT, _LARGEST_EXPONENT)
+    n = torch.round(x * _LOG2_E).nan_to_num().clamp(_LOWEST, _HIGHEST)
     rest = (x - n * _LN2_HIGH) - n * _LN2_LOW
     value = torch.full_like(x, _TAYLOR[0])
     for coefficient in _TAYLOR[1:]:
         value = value * rest + coefficient
-    # 2**scale, written as its own bit pattern: ldexp goes through pow, whose bits are the library's business.
-    power = ((scale.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
-    value = torch.where(n < _SMALLEST_NORMAL_EXPONENT, torch.zeros_like(x), value * power)
-    value = torch.where(n > _LARGEST_EXPONENT, torch.full_like(x, math.inf), value)
+    # In two factors: 2**128 itself is no float32, though e**88.7 is below the largest one.
+    half = torch.floor(n / 2)
+    value = value * _power_of_two(half) * _power_of_two(n - half)
+    # Subnormal results are zero, as a processor that flushes them would have it.
+    value = torch.where(value < _SMALLEST_NORMAL, torch.zeros_like(x), value)
+    value = torch.where(n == _LOWEST, torch.zeros_like(x), value)
+    value = torch.where(n == _HIGHEST, torch.full_like(x, math.inf), value)
     return torch.where(torch.isnan(x), x, value)
 
 

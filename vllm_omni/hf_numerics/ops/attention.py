@@ -54,6 +54,11 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 @torch.library.custom_op("hf_numerics::causal_attention", mutates_args=())
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of the last tokens of one sequence; see the module's contract."""
+    if q.shape[0] > k.shape[0] or k.shape != v.shape or q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"needed q [Tq, Hq, D] and k, v [T, Hk, D] with T >= Tq and Hq a multiple of Hk; got {tuple(q.shape)}, "
+            f"{tuple(k.shape)} and {tuple(v.shape)}"
+        )
     return reference(q, k, v, scale)
 
 

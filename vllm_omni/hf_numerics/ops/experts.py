@@ -42,7 +42,7 @@ def reference(
     gate, up = _route_linear(hidden.repeat_interleave(top_k, dim=0), w13, route_ids).float().chunk(2, dim=-1)
     routed = _route_linear((silu(gate) * up).to(hidden.dtype), w2, route_ids).float()
     weighted = routed * weights.float().reshape(-1, 1)
-    return tree_sum(weighted.view(tokens, top_k, -1).transpose(0, 1)).to(hidden.dtype)
+    return tree_sum(weighted.view(tokens, top_k, w2.shape[1]).transpose(0, 1)).to(hidden.dtype)
 
 
 @torch.library.custom_op("hf_numerics::experts", mutates_args=())
@@ -51,8 +51,10 @@ def experts(
 ) -> torch.Tensor:
     """Run the chosen experts and sum their outputs; see the module's contract."""
     if hidden.shape[0] == 0:
-        return torch.empty_like(hidden)
+        return hidden.new_empty(hidden.shape)
     if hidden.device.type == "cpu":
+        if int(ids.min()) < 0 or int(ids.max()) >= w13.shape[0]:
+            raise ValueError(f"needed expert ids in [0, {w13.shape[0]}); got {int(ids.min())} to {int(ids.max())}")
         return reference(hidden, w13, w2, weights, ids)
     # Imported here: the op must be importable where vLLM's Triton kernels are not.
     from vllm.model_executor.layers.fused_moe import fused_experts

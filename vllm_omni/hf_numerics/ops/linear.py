@@ -44,6 +44,11 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 @torch.library.custom_op("hf_numerics::linear", mutates_args=())
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``; see the module's contract."""
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"needed x [..., K] and weight [N, K] of one dtype; got {tuple(x.shape)} {x.dtype} and "
+            f"{tuple(weight.shape)} {weight.dtype}"
+        )
     if x.device.type == "cpu":
         return reference(x, weight, bias)
     # Imported here: the op must be importable where vLLM's Triton kernels are not.

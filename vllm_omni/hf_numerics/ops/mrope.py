@@ -18,6 +18,8 @@ Source: ``transformers.models.qwen3_omni_moe.Qwen3OmniMoeThinkerTextRotaryEmbedd
 
 import torch
 
+from vllm_omni.hf_numerics.ops.layout import standard
+
 __all__ = ["cos_sin", "default_inv_freq", "mrope", "reference"]
 
 
@@ -53,7 +55,7 @@ def cos_sin(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    heads = x.reshape(x.shape[0], -1, cos.shape[-1])
+    heads = x.reshape(x.shape[0], x.shape[1] // cos.shape[-1], cos.shape[-1])
     first, second = heads.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return ((heads * cos[:, None]) + (rotated * sin[:, None])).reshape(x.shape)
@@ -66,13 +68,30 @@ def reference(
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
+def _check(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, inv_freq: torch.Tensor, sections: list[int]
+) -> None:
+    rows = (q.shape[0],), (3, q.shape[0])
+    if tuple(positions.shape) not in rows or k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"needed positions [T] or [3, T] for q and k of T rows; got {tuple(positions.shape)}, {tuple(q.shape)} "
+            f"and {tuple(k.shape)}; drop a text row in front of time, height and width"
+        )
+    if inv_freq.dtype != torch.float32 or len(sections) != 3 or sum(sections) != inv_freq.numel():
+        raise ValueError(
+            f"needed float32 inv_freq and three sections that sum to its length; got {inv_freq.dtype}, "
+            f"{inv_freq.numel()} frequencies and sections {sections}"
+        )
+
+
 @torch.library.custom_op("hf_numerics::mrope", mutates_args=())
 def mrope(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, inv_freq: torch.Tensor, sections: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate every head of q and k; see the module's contract."""
+    _check(positions, q, k, inv_freq, sections)
     q_out, k_out = reference(positions, q, k, inv_freq, sections)
-    return q_out.contiguous(), k_out.contiguous()
+    return standard(q_out), standard(k_out)
 
 
 @mrope.register_fake

@@ -15,6 +15,8 @@ Source: ``transformers.models.qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm``.
 
 import torch
 
+from vllm_omni.hf_numerics.ops.layout import standard
+
 __all__ = ["reference", "rms_norm"]
 
 
@@ -27,7 +29,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 @torch.library.custom_op("hf_numerics::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dim of ``x``; see the module's contract."""
-    return reference(x, weight, eps).contiguous()
+    return standard(reference(x, weight, eps))
 
 
 @rms_norm.register_fake

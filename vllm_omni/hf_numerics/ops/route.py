@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_omni.hf_numerics.ops import linear as _linear
+from vllm_omni.hf_numerics.ops.layout import standard
 
 __all__ = ["from_logits", "reference", "route"]
 
@@ -44,7 +45,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose ``top_k`` experts for each token; see the module's contract."""
     weights, ids = reference(hidden, gate_weight, top_k, renormalize, batch_invariant_gemm)
-    return weights.contiguous(), ids.contiguous()
+    return standard(weights), standard(ids)
 
 
 @route.register_fake

@@ -105,7 +105,7 @@ class Record:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also numbers too long to parse, and endless nesting
             raise RecordError(f"needed a JSON record; got text that is none ({error})") from error
         if not isinstance(data, Mapping):
             raise RecordError(f"needed a JSON object; got {type(data).__name__}")
@@ -117,7 +117,7 @@ class Record:
             sequences=[_sequence(item) for item in _checked(data, "sequences", list)],
             semantics=_checked(data, "semantics", dict),
             weights=_checked(data, "weights", str),
-            weight_checksums=_checked(data, "weight_checksums", dict),
+            weight_checksums=_checked({"weight_checksums": {}, **data}, "weight_checksums", dict),
             environment=_checked(data, "environment", dict),
             fingerprint=_checked(data, "fingerprint", dict),
         )
