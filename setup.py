@@ -25,11 +25,14 @@ setup(
     python_requires=">=3.11,<3.13",
     # vllm_omni itself belongs to upstream: no __init__.py here, and only the subpackage is listed.
     packages=find_namespace_packages(include=["vllm_omni.hf_numerics", "vllm_omni.hf_numerics.*"]),
+    # The command's entry point: it must be importable without running upstream's __init__ (see its docstring).
+    py_modules=["hf_numerics_cli"],
     package_data={"vllm_omni.hf_numerics": ["README.md", "py.typed"]},
     install_requires=requirements("common"),
+    extras_require={"report": ["matplotlib"], "test": requirements("test"), "docs": requirements("docs")},
     entry_points={
         "vllm.general_plugins": ["hf_numerics = vllm_omni.hf_numerics.plugin:register"],
-        "console_scripts": ["hf-numerics = vllm_omni.hf_numerics.probe.cli:main"],
+        "console_scripts": ["hf-numerics = hf_numerics_cli:main"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -28,6 +28,7 @@ class Fingerprint:
     moe_backend: str
     attention_backend: str
     ops: dict[str, str]
+    parallel: dict[str, int]
     warnings: list[str]
     plugin_version: str = __version__
     versions: dict[str, str | None] = field(default_factory=versions.installed_versions)

@@ -125,5 +125,10 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
             attention_backend="reference" if on_cpu else layer.self_attn.attn.attn_backend.get_name(),
             ops={name: "reference" if on_cpu else "aten" for name in OPS if name not in reference_only}
             | ({} if on_cpu else {"experts": "vllm.fused_experts"}),
+            parallel={
+                "tensor": facts.tensor_parallel,
+                "pipeline": facts.pipeline_parallel,
+                "data": facts.data_parallel,
+            },
             warnings=requirements_check.warnings(facts),
         )

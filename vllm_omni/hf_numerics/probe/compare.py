@@ -81,6 +81,8 @@ def _obstacles(left: Record, right: Record) -> list[str]:
                     min(len(ours), len(theirs)),
                 )
                 found.append(f"inputs differ: request {request}, {name} part at index {at}")
+        if a.positions != b.positions:
+            found.append(f"positions differ: request {request}; compare them before anything else")
     if left.weights != right.weights:
         found.append(f"weights differ: {left.weights!r} against {right.weights!r}")
     if left.weight_checksums and right.weight_checksums:

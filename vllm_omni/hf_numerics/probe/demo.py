@@ -14,6 +14,7 @@ from vllm_omni.hf_numerics.probe import recompute, rollout
 from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, Preset, write_checkpoint
 from vllm_omni.hf_numerics.probe.compare import Comparison, compare
 from vllm_omni.hf_numerics.probe.environment import describe
+from vllm_omni.hf_numerics.probe.outcome import number
 from vllm_omni.hf_numerics.probe.records import Record
 from vllm_omni.hf_numerics.probe.side import Side, environment_for
 
@@ -160,7 +161,7 @@ def _row_summary(row: Row) -> dict[str, Any]:
         "differing": outcome.differing,
         "obstacles": outcome.obstacles,
         "first": asdict(outcome.first) | {"ulp": outcome.first.ulp} if outcome.first else None,
-        "largest_difference": outcome.largest.size if outcome.largest else 0.0,
+        "largest_difference": number(outcome.largest.size) if outcome.largest else 0.0,
         "ulp_histogram": outcome.ulp_histogram,
     }
 

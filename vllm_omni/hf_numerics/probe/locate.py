@@ -25,13 +25,14 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class PointResult:
-    """One point: how many of its rows' elements differ, the first such row, the largest distance in ULP."""
+    """One point: how many of its rows differ, the first that does and its distance, the largest distance in ULP."""
 
     layer: int | None
     op: str
     rows: int
     differing: int
     first_row: int | None = None
+    first_ulp: int = 0
     max_ulp: int = 0
 
 
@@ -60,7 +61,7 @@ class Located:
             "points": [asdict(result) for result in self.points],
             "first": None
             if first is None
-            else {"layer": first.layer, "op": first.op, "row": first.first_row, "ulp": first.max_ulp},
+            else {"layer": first.layer, "op": first.op, "row": first.first_row, "ulp": first.first_ulp},
             "batch_dependent": self.batch_dependent,
             "notes": self.notes,
         }
@@ -77,15 +78,17 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
 
 def _compare_rows(layer: int | None, op: str, left: torch.Tensor, right: torch.Tensor) -> PointResult:
     if left.shape != right.shape or left.dtype != right.dtype:
-        # Another count, width or dtype: every element counts as different, at the first row.
-        return PointResult(layer, op, left.shape[0], max(left.numel(), right.numel()), 0, 0)
+        # Another count, width or dtype: every row counts as different.
+        rows = max(left.shape[0], right.shape[0])
+        return PointResult(layer, op, rows, rows, 0)
     kind = _INTEGERS[left.element_size()]
     differs = left.contiguous().view(kind) != right.contiguous().view(kind)
     if not bool(differs.any()):
         return PointResult(layer, op, left.shape[0], 0)
     distance = (_ordered(left) - _ordered(right)).abs()
-    first_row = int(differs.any(dim=1).nonzero()[0])
-    return PointResult(layer, op, left.shape[0], int(differs.sum()), first_row, int(distance.max()))
+    rows = differs.any(dim=1).nonzero()[:, 0]
+    first = int(rows[0])
+    return PointResult(layer, op, left.shape[0], len(rows), first, int(distance[first].max()), int(distance.max()))
 
 
 def _order(names: set[str]) -> list[tuple[int | None, str]]:

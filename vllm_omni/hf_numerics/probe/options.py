@@ -97,6 +97,6 @@ def resolve_device(choice: str) -> str:
 def write_json(data: Any, target: str | None) -> None:
     """Write to a file, to standard output for "-", or nowhere for None."""
     if target == "-":
-        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+        sys.stdout.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
     elif target is not None:
-        Path(target).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        Path(target).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")

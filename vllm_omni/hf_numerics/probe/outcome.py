@@ -114,7 +114,7 @@ def worth_showing(rows: list[tuple[int, int, int]], limit: int) -> tuple[list[tu
     return sorted(chosen), len(rows) - limit
 
 
-def _number(value: float) -> float | str:
+def number(value: float) -> float | str:
     # JSON has no NaN and no infinity.
     return value if math.isfinite(value) else str(value)
 
@@ -126,12 +126,12 @@ def _difference(difference: Difference | None) -> dict[str, Any] | None:
         "request": difference.request,
         "position": difference.position,
         "token_id": difference.token_id,
-        "left": _number(difference.left),
-        "right": _number(difference.right),
+        "left": number(difference.left),
+        "right": number(difference.right),
         "left_bits": f"0x{difference.left_bits:08x}",
         "right_bits": f"0x{difference.right_bits:08x}",
         "ulp": difference.ulp,
-        "size": _number(difference.size),
+        "size": number(difference.size),
     }
 
 

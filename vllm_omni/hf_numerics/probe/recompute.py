@@ -139,7 +139,7 @@ class _Trainer:
 
         self.spec = TrainerSpec.from_dict(spec)
         self.model = load_model(self.spec)
-        self.environment = describe(self.spec.device)
+        self.environment = {**describe(self.spec.device), "fsdp2_ranks": 1}
         self.checksums = transformers_checksums(self.model)
 
     def recompute(self, rollout: str, out: str, numerics: str, layout: str) -> dict[str, Any]:

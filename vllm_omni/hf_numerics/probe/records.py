@@ -39,11 +39,16 @@ def ordered(bits: int) -> int:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One request: its prompt, the tokens after it, and the log-prob of each of those."""
+    """One request: its prompt, the tokens after it, and the log-prob of each of those.
+
+    ``positions`` are the rotary positions of prompt and tokens as three rows (time, height, width), or None where they
+    are the text's own 0, 1, 2, ...
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprob_bits: list[int]
+    positions: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "token_ids", "logprob_bits"):
@@ -54,6 +59,9 @@ class TokenSequence:
             raise RecordError(
                 f"needed one log-prob a token; got {len(self.token_ids)} tokens and {len(self.logprob_bits)} log-probs"
             )
+        length = len(self.prompt_token_ids) + len(self.token_ids)
+        if self.positions is not None and [len(row) for row in self.positions] != [length] * 3:
+            raise RecordError(f"needed positions as three rows of {length}; got {self.positions!r:.80}")
         if any(bits > 0xFFFFFFFF for bits in self.logprob_bits):
             raise RecordError("needed 32-bit patterns in logprob_bits; got a larger number")
 
@@ -147,4 +155,7 @@ def _sequence(item: Any) -> TokenSequence:
     if not isinstance(item, Mapping):
         raise RecordError(f"needed a sequence as an object; got {type(item).__name__}")
     fields = ("prompt_token_ids", "token_ids", "logprob_bits")
-    return TokenSequence(**{name: _checked(item, name, list) for name in fields})
+    positions = None if item.get("positions") is None else _checked(item, "positions", list)
+    if positions is not None and not all(isinstance(row, list) for row in positions):
+        raise RecordError(f"needed positions as lists; got {positions!r:.80}")
+    return TokenSequence(**{name: _checked(item, name, list) for name in fields}, positions=positions)

@@ -120,8 +120,8 @@ def located(console: Console, found: Located) -> None:
     else:
         where = "outside the layers" if first.layer is None else f"layer {first.layer}"
         console.print(
-            f"[bold red]FIRST DIFFERENCE[/]: {where}, {first.op}, row {first.first_row}: {first.differing} elements, "
-            f"up to {first.max_ulp} ULP",
+            f"[bold red]FIRST DIFFERENCE[/]: {where}, {first.op}, row {first.first_row} "
+            f"({first.first_ulp} ULP); {first.differing} of {first.rows} rows, up to {first.max_ulp} ULP",
             highlight=False,
         )
     words = {None: "not tried", True: "[bold red]yes[/]", False: "no"}
