@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.hf_numerics import plugin
-from vllm_omni.hf_numerics.plugin import ARCHITECTURE, STOCK_TARGET, TARGET
+from vllm_omni.hf_numerics.plugin import ARCHITECTURE, TARGET
 
+STOCK_TARGET = f"vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker:{ARCHITECTURE}"
 OTHER = "Qwen3OmniMoeTalkerForConditionalGeneration"
 THIRD_PARTY = "elsewhere.models:Thinker"
 
@@ -230,7 +231,7 @@ def test_entry_points_of_the_distribution():
     points = {(point.group, point.name): point for point in distribution.entry_points}
     assert {key: point.value for key, point in points.items()} == {
         ("vllm.general_plugins", "hf_numerics"): "vllm_omni.hf_numerics.plugin:register",
-        ("console_scripts", "hf-numerics"): "vllm_omni.hf_numerics.probe.cli:main",
+        ("console_scripts", "hf-numerics"): "hf_numerics_cli:main",
     }
     assert points["vllm.general_plugins", "hf_numerics"].load() is plugin.register
     assert callable(points["console_scripts", "hf-numerics"].load())

@@ -134,8 +134,16 @@ def test_all_refusals_are_listed_at_once():
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_supported_values(platform, dtype):
     for kv_cache_dtype in ("auto", dtype):
-        facts = dataclasses.replace(FACTS, platform=platform, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        facts = dataclasses.replace(
+            FACTS, platform=platform, dtype=dtype, kv_cache_dtype=kv_cache_dtype, batch_invariant=platform == "cuda"
+        )
         assert checks.refusals(facts) == []
+
+
+def test_batch_invariance_on_the_cpu_is_refused():
+    """vLLM has no MoE backend for it there, and says so only deep inside the model's construction."""
+    [message] = checks.refusals(dataclasses.replace(FACTS, platform="cpu", batch_invariant=True))
+    assert message.startswith("needed VLLM_BATCH_INVARIANT unset on the CPU")
 
 
 @pytest.mark.parametrize(

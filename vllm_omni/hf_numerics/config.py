@@ -19,7 +19,8 @@ def _is_misspelt(key: Any) -> bool:
     if not isinstance(key, str) or key == KEY:
         return False
     plain = key.lower().replace("-", "_").strip()
-    return bool(difflib.get_close_matches(plain, [KEY], cutoff=_MISSPELT_CUTOFF))
+    # "use_hf_numerics" was meant for the mode too: ignoring it would be a flag that silently does nothing.
+    return KEY in plain or bool(difflib.get_close_matches(plain, [KEY], cutoff=_MISSPELT_CUTOFF))
 
 
 def is_enabled(additional_config: Any) -> bool:

@@ -9,24 +9,43 @@ there; `_Pinned` keeps our entry through that, whichever comes first.
 
 from typing import Any
 
-__all__ = ["ARCHITECTURE", "STOCK_TARGET", "TARGET", "is_registered", "register", "unregister"]
+__all__ = ["ARCHITECTURE", "TARGET", "is_registered", "register", "unregister"]
 
 ARCHITECTURE = "Qwen3OmniMoeThinkerForConditionalGeneration"
 TARGET = f"vllm_omni.hf_numerics.models.qwen3_omni_thinker:HFNumerics{ARCHITECTURE}"
-STOCK_TARGET = f"vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker:{ARCHITECTURE}"
 
 
 class _Pinned:
-    """Stands in for one registry's ``register_model`` and sends later registrations of our architecture to ours.
+    """Stands in for one registry's ``register_model`` and keeps our architecture's entry ours.
 
-    vLLM's registry has no notion of precedence: the last call wins. Every other architecture passes through.
+    vLLM's registry has no notion of precedence: the last call wins. Every other architecture passes through; what
+    others register for ours is remembered, so that `release` leaves the registry as if the plugin had not been there.
     """
 
-    def __init__(self, register_model: Any) -> None:
-        self._register_model = register_model
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+        self._was_set_on_instance = "register_model" in vars(registry)
+        self._register_model = registry.register_model
+        self._stock = registry.models.get(ARCHITECTURE)
+        registry.register_model = self
+        self._register_model(ARCHITECTURE, TARGET)
 
     def __call__(self, model_arch: str, model_cls: Any) -> None:
-        self._register_model(model_arch, TARGET if model_arch == ARCHITECTURE else model_cls)
+        self._register_model(model_arch, model_cls)
+        if model_arch == ARCHITECTURE and model_cls != TARGET:
+            self._stock = self._registry.models[ARCHITECTURE]
+            self._register_model(ARCHITECTURE, TARGET)
+
+    def release(self) -> None:
+        """Put the stock entry and the registry's own ``register_model`` back."""
+        if self._was_set_on_instance:
+            self._registry.register_model = self._register_model
+        else:
+            del self._registry.register_model
+        if self._stock is None:
+            del self._registry.models[ARCHITECTURE]
+        else:
+            self._registry.models[ARCHITECTURE] = self._stock
 
 
 def _registries() -> list[Any]:
@@ -55,8 +74,7 @@ def register() -> None:
     _require_regular_upstream()
     for registry in _registries():
         if not isinstance(registry.register_model, _Pinned):
-            registry.register_model = _Pinned(registry.register_model)
-        registry.register_model(ARCHITECTURE, TARGET)
+            _Pinned(registry)
 
 
 def is_registered() -> bool:
@@ -69,8 +87,7 @@ def is_registered() -> bool:
 
 
 def unregister() -> None:
-    """Give both registries back to upstream: its own thinker class, its own ``register_model``."""
+    """Give both registries back as they would be without the plugin. Does nothing where it is not registered."""
     for registry in _registries():
         if isinstance(registry.register_model, _Pinned):
-            del registry.register_model
-        registry.register_model(ARCHITECTURE, STOCK_TARGET)
+            registry.register_model.release()

@@ -27,7 +27,6 @@ __all__ = [
 
 _PLATFORMS = ("cuda", "cpu")
 _DTYPES = ("bfloat16", "float16", "float32")
-_PLAIN_KV_CACHE = ("auto", "bfloat16", "float16", "float32")
 
 
 class HFNumericsRefusal(ValueError):
@@ -126,10 +125,10 @@ def _rope_refusals(facts: EngineFacts) -> list[str]:
     if (kind := rope.get("rope_type", "default")) != "default":
         found.append(f"needed rope_type 'default'; got {kind!r}; use a checkpoint without rope scaling")
     if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        found.append(f"needed a rotary embedding of the whole head; got partial_rotary_factor={factor}")
+        found.append(f"needed a rotary embedding of the whole head; got partial_rotary_factor={factor}; not covered")
     sections = rope.get("mrope_section")
     if not sections or len(sections) != 3:
-        found.append(f"needed mrope_section with three entries (time, height, width); got {sections!r}")
+        found.append(f"needed mrope_section with three entries (time, height, width); got {sections!r}; not covered")
     # transformers interleaves always; vLLM only where the checkpoint says so, and then the two would part.
     if not (rope.get("mrope_interleaved") or rope.get("interleaved")):
         found.append("needed mrope_interleaved=true in rope_parameters; got false; set it in the checkpoint's config")
@@ -161,8 +160,10 @@ def _feature_refusals(facts: EngineFacts) -> list[str]:
     found = []
     if facts.quantization is not None:
         found.append(f"needed unquantised weights; got quantization={facts.quantization!r}; load the bf16 checkpoint")
-    if facts.kv_cache_dtype not in _PLAIN_KV_CACHE:
-        found.append(f"needed an unquantised KV cache; got kv_cache_dtype={facts.kv_cache_dtype!r}; set 'auto'")
+    if facts.kv_cache_dtype not in ("auto", facts.dtype):
+        found.append(
+            f"needed an unquantised KV cache in {facts.dtype}; got kv_cache_dtype={facts.kv_cache_dtype!r}; set 'auto'"
+        )
     if facts.lora:
         found.append("needed LoRA off; got enable_lora=True (it changes the experts' kernel); merge the adapter")
     if facts.speculative is not None:
@@ -183,7 +184,9 @@ def _model_refusals(facts: EngineFacts) -> list[str]:
             f"mlp_only_layers={list(facts.mlp_only_layers)}; dense layers are not covered"
         )
     if facts.shared_expert_size:
-        found.append(f"needed no shared expert; got shared_expert_intermediate_size={facts.shared_expert_size}")
+        found.append(
+            f"needed no shared expert; got shared_expert_intermediate_size={facts.shared_expert_size}; not covered"
+        )
     return found
 
 
@@ -191,7 +194,7 @@ def refusals(facts: EngineFacts) -> list[str]:
     """Every reason why these facts cannot be exact; empty where the mode may start."""
     found = []
     if facts.platform not in _PLATFORMS:
-        found.append(f"needed a CUDA or CPU platform; got {facts.platform!r}")
+        found.append(f"needed a CUDA or CPU platform; got {facts.platform!r}; other platforms are not covered")
     if facts.platform == "cpu" and facts.batch_invariant:
         found.append(
             "needed VLLM_BATCH_INVARIANT unset on the CPU, where vLLM has no MoE backend for it; got 1; unset it: the "

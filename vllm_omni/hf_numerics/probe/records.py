@@ -96,7 +96,7 @@ class Record:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), allow_nan=False)
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""
@@ -112,7 +112,7 @@ class Record:
             RecordError: what was needed, what was found.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:  # also numbers too long to parse, and endless nesting
             raise RecordError(f"needed a JSON record; got text that is none ({error})") from error
         if not isinstance(data, Mapping):
@@ -125,7 +125,7 @@ class Record:
             sequences=[_sequence(item) for item in _checked(data, "sequences", list)],
             semantics=_checked(data, "semantics", dict),
             weights=_checked(data, "weights", str),
-            weight_checksums=_checked({"weight_checksums": {}, **data}, "weight_checksums", dict),
+            weight_checksums=_checked(data, "weight_checksums", dict),
             environment=_checked(data, "environment", dict),
             fingerprint=_checked(data, "fingerprint", dict),
         )
@@ -141,6 +141,10 @@ class Record:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, RecordError) as error:
             raise RecordError(f"{path}: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _checked(data: Mapping[str, Any], name: str, kind: type, allowed: Sequence[Any] | None = None) -> Any:
