@@ -83,6 +83,8 @@ def test_materialised_from_meta():
     with torch.device("meta"):
         rotary = _new()
     _assert_exact(rotary.to_empty(device="cpu"))
+    # The same with memory that is not, by luck, what the freed tensor left behind.
+    _assert_exact(rotary._apply(lambda x: torch.full_like(x, torch.nan, device="cpu")))
 
 
 def test_buffer_is_registered_but_not_saved():

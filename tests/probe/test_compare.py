@@ -147,6 +147,18 @@ def test_inputs_differ(other, obstacle):
     assert not outcome.equal and outcome.compared == 0 and outcome.differing == 0 and outcome.first is None
 
 
+@pytest.mark.parametrize("theirs", [None, [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 4]]])
+def test_positions_differ(theirs):
+    """An image or a video whose tokens the two sides number differently is another input."""
+    ours = [[0, 1, 2, 3]] * 3
+    left, right = (
+        _record([1, 2], sequences=[TokenSequence([7, 8], [10, 11], [1, 2], positions)]) for positions in (ours, theirs)
+    )
+    assert compare(left, left).equal
+    [obstacle] = compare(left, right).obstacles
+    assert obstacle.startswith("positions differ: request 0")
+
+
 def test_every_differing_input_is_named():
     other = _record([1, 2, 3], [4, 5])
     other = dataclasses.replace(other, sequences=[dataclasses.replace(s, prompt_token_ids=[]) for s in other.sequences])

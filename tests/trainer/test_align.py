@@ -6,13 +6,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from vllm_omni.hf_numerics import versions
 from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 from vllm_omni.hf_numerics.trainer import Alignment, align
-from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, no_mask, register_attention
+from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME
 
 pytest_plugins = ["thinker_fixtures"]
@@ -231,60 +231,3 @@ def test_exact_inv_freq_is_left_alone(model):
     with align(model) as handle:
         assert model.model.rotary_emb.inv_freq is before
         assert not any("inv_freq" in change for change in handle.changes)
-
-
-def test_cast_of_an_aligned_model_keeps_its_bits(model):
-    """``model.to(torch.bfloat16)`` changes no weight of a bfloat16 model, but casts its float32 buffers."""
-    with align(model):
-        expected = _logits(model)
-        model.to(torch.bfloat16)
-        assert_bitwise_equal(_logits(model), expected)
-
-
-def test_attention_without_align_is_an_error(model):
-    """Without a layout it would not be causal."""
-    register_attention()
-    model.model.config._attn_implementation_internal = ATTENTION_NAME
-    with pytest.raises(ValueError, match="needed an aligned model.*would not be causal.*align"):
-        _logits(model)
-
-
-def test_attention_and_its_mask_function_are_registered():
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    register_attention()
-    register_attention()
-    assert ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME].__module__.startswith("vllm_omni.hf_numerics")
-    assert ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION_NAME] is no_mask
-
-
-def test_dropout_is_refused(model):
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with align(model):
-        model.train()
-        with pytest.raises(ValueError, match="needed attention dropout 0; got 0.1; set attention_dropout=0"):
-            _logits(model)
-        model.eval()
-        _logits(model)
-
-
-def test_filled_kv_cache_is_refused(model):
-    cache = DynamicCache(config=model.model.config)
-    _logits(model, past_key_values=cache, use_cache=True)
-    assert cache.get_seq_length() == 11
-    with align(model), pytest.raises(ValueError, match="needed an empty KV cache; got a filled one"):
-        _logits(model, IDS[:, :1], past_key_values=cache)
-
-
-def test_empty_kv_cache_is_fine(model):
-    with align(model):
-        expected = _logits(model, use_cache=False)
-        assert_bitwise_equal(_logits(model, past_key_values=DynamicCache(config=model.model.config)), expected)
-        assert_bitwise_equal(_logits(model, use_cache=True), expected)
-
-
-def test_generate_is_refused_not_wrong(model):
-    with align(model), pytest.raises(ValueError, match="KV cache"):
-        model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False)

@@ -128,6 +128,12 @@ def test_padding_is_finite(model, side):
     assert torch.isfinite(_logits(model, ids, attention_mask=mask)).all()
 
 
+def test_batch_of_padding_only(model):
+    """A rank without data still has to run the forward that the others run."""
+    ids = SEQUENCES[0][None]
+    assert torch.isfinite(_logits(model, ids, attention_mask=torch.zeros_like(ids))).all()
+
+
 def test_two_packed_rows_with_padding_behind(model):
     expected = _alone(model)
     ids = torch.full((2, 13), 5)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: names, help and exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_omni.hf_numerics.probe import options
+from vllm_omni.hf_numerics.probe.cli import build_parser, main
+
+COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "env")
+
+
+def test_commands_are_these():
+    [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
+    assert tuple(subparsers.choices) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_defaults_exit_codes_and_an_example(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert f"example: hf-numerics {command}" in text
+    assert "Exit code 0" in text
+    assert "(default: " in text or command == "compare"
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (["record", "trainer", "--out", "x.json"], "needed --rollout FILE"),
+        (["record", "trainer", "--out", "x.json", "--rollout", "absent.json"], "absent.json"),
+        (["record", "rollout", "--out", "x.json", "--model", "somewhere"], "needed --prompts FILE beside --model"),
+        (["locate", "--model", "somewhere"], "needed --record FILE beside --model"),
+        (["locate", "--record", "absent.json"], "absent.json"),
+        (["gate", "--model", "somewhere"], "needed a preset"),
+    ],
+)
+def test_unusable_input_is_exit_code_two(arguments, reason, capsys):
+    assert main(arguments) == options.UNUSABLE
+    assert reason in capsys.readouterr().err
+
+
+def test_launcher_compares_without_torch_and_vllm(tmp_path):
+    """The installed command must not run upstream's ``__init__`` for a comparison."""
+    code = (
+        "import sys; import hf_numerics_cli; sys.argv = ['hf-numerics', 'compare', 'absent.json', 'absent.json']; "
+        "code = hf_numerics_cli.main(); assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == options.UNUSABLE, done.stderr
+    assert "absent.json" in done.stderr

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""record, compare and gate through the command line, on the tiny thinker and real engines."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vllm_omni.hf_numerics.probe import options
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("commands")
+
+
+def _command(folder, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "vllm_omni.hf_numerics.probe.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def _record(folder, side: str, out: str, *arguments: str) -> None:
+    done = _command(folder, "record", side, "--out", out, "--cache", "cache", *arguments)
+    assert done.returncode == options.EQUAL, done.stderr[-3000:]
+
+
+def test_record_both_sides_and_compare(folder):
+    (folder / "prompts.json").write_text(json.dumps([[1, 2, 3], list(range(40)), [7]]))
+    _record(folder, "rollout", "rollout.json", "--prompts", "prompts.json", "--tokens", "24")
+    _record(folder, "trainer", "aligned.json", "--rollout", "rollout.json", "--layout", "packed")
+    _record(folder, "trainer", "sharded.json", "--rollout", "rollout.json", "--shards", "2")
+    _record(folder, "trainer", "plain.json", "--rollout", "rollout.json", "--numerics", "plain")
+    for name, code, differing in (
+        ("aligned", options.EQUAL, 0),
+        ("sharded", options.EQUAL, 0),
+        ("plain", options.DIFFERENT, None),
+    ):
+        done = _command(folder, "compare", "rollout.json", f"{name}.json", "--json", "outcome.json")
+        assert done.returncode == code, done.stdout + done.stderr
+        outcome = json.loads((folder / "outcome.json").read_text())
+        assert outcome["compared"] == 72
+        assert outcome["differing"] == differing if differing is not None else outcome["differing"] > 0
+
+
+def test_records_of_other_weights_are_not_compared(folder):
+    """Another seed: the checksums read from the worker and from transformers differ, whatever the label says."""
+    record = json.loads((folder / "rollout.json").read_text())
+    assert len(record["weight_checksums"]) == 2 + 1 + 3 * 11
+    record["weight_checksums"]["model.layers.1.mlp.gate.weight"] += 1
+    (folder / "other.json").write_text(json.dumps(record))
+    done = _command(folder, "compare", "other.json", "aligned.json")
+    assert done.returncode == options.UNUSABLE
+    assert "model.layers.1.mlp.gate.weight" in done.stdout
+
+
+def test_gate(folder):
+    arguments = ("--logprobs", "600", "--requests", "12", "--concurrent", "5", "--max-tokens", "48", "--cache", "cache")
+    done = _command(folder, "gate", "--json", "gate.json", *arguments)
+    assert done.returncode == options.EQUAL, done.stdout + done.stderr[-3000:]
+    result = json.loads((folder / "gate.json").read_text())
+    assert result["passed"] and result["compared"] >= 600 and result["differing"] == 0 and result["rounds"] >= 2
+    assert result["fingerprint"]["exact"]
