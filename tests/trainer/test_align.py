@@ -83,8 +83,7 @@ def test_inner_context_does_not_end_an_outer_alignment(model):
 
 def test_changes_are_named(model):
     changes = "\n".join(align(model).changes)
-    assert f"_attn_implementation_internal = '{ATTENTION_NAME}'" in changes
-    assert f"_experts_implementation_internal = '{EXPERTS_NAME}'" in changes
+    assert f"attention {ATTENTION_NAME!r}, experts {EXPERTS_NAME!r}" in changes
     assert "Linear.forward" in changes and "TopKRouter.forward" in changes and "layout hook" in changes
 
 
@@ -151,7 +150,7 @@ def test_restored_when_a_forward_fails_inside(model):
     assert_bitwise_equal(_logits(model), plain)
 
 
-@pytest.mark.parametrize("step", ["register_experts", "_exact_rotary", "_replace_forward", "hook"])
+@pytest.mark.parametrize("step", ["register_experts", "_exact_rotary", "_set_forward", "hook"])
 def test_nothing_is_left_when_align_itself_fails(model, monkeypatch, step):
     state = _state(model)
 

@@ -40,8 +40,9 @@ class HFNumericsMRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", values if device.type == "meta" else values.to(device), persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "HFNumericsMRotaryEmbedding":
+        # Casts, moves and materialisation: whatever it does, the values stay the CPU's and float32.
         super()._apply(fn, recurse)
-        if self.inv_freq.dtype != torch.float32:
+        if self.inv_freq.device.type != "meta":
             self.inv_freq = default_inv_freq(self.head_dim, self.rope_theta).to(self.inv_freq.device)
         return self
 

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "equal as needed, got, set. torch, vLLM and the plugin are tried in a process of their own. Exit code 0: "
         "exactness can be expected (on CUDA it needs VLLM_BATCH_INVARIANT=1; the CPU is exact without); 1: something "
         "is missing.",
-        epilog="example: VLLM_BATCH_INVARIANT=1 hf-numerics env --json -",
+        epilog="example: hf-numerics env --json -",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

@@ -62,6 +62,8 @@ class TokenSequence:
         length = len(self.prompt_token_ids) + len(self.token_ids)
         if self.positions is not None and [len(row) for row in self.positions] != [length] * 3:
             raise RecordError(f"needed positions as three rows of {length}; got {self.positions!r:.80}")
+        if not all(type(value) is int for row in self.positions or () for value in row):
+            raise RecordError(f"needed positions as integers; got {self.positions!r:.80}")
         if any(bits > 0xFFFFFFFF for bits in self.logprob_bits):
             raise RecordError("needed 32-bit patterns in logprob_bits; got a larger number")
 

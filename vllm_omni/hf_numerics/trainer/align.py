@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a transformers Qwen3-Omni thinker compute what the rollout computed."""
 
+import copy
+import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,40 +14,15 @@ from vllm_omni.hf_numerics import versions
 from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (registers the op)
 from vllm_omni.hf_numerics.ops.mrope import cos_sin, default_inv_freq
 from vllm_omni.hf_numerics.ops.route import from_logits
-from vllm_omni.hf_numerics.trainer import batch_invariance
+from vllm_omni.hf_numerics.trainer.alignment import Alignment
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME, register_experts
 from vllm_omni.hf_numerics.trainer.layout import sequence_layout
 
-__all__ = ["Alignment", "align"]
+__all__ = ["align"]
 
 _HANDLE = "_hf_numerics_alignment"
-
-
-class Alignment:
-    """Handle of an aligned model: `undo` it, or use it as a context manager.
-
-    Attributes:
-        changes: what was changed, for logs.
-    """
-
-    def __init__(self) -> None:
-        self.changes: list[str] = []
-        self._stack = ExitStack()
-
-    def _on_undo(self, change: str, undo: Callable[..., Any], *args: Any) -> None:
-        self.changes.append(change)
-        self._stack.callback(undo, *args)
-
-    def undo(self) -> None:
-        """Put everything back, last change first. Idempotent."""
-        self._stack.close()
-
-    def __enter__(self) -> "Alignment":
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.undo()
+_EXACT_INV_FREQ = "_hf_numerics_inv_freq"
 
 
 def _thinker_of(model: nn.Module) -> Any:
@@ -60,20 +36,6 @@ def _thinker_of(model: nn.Module) -> Any:
     return thinker
 
 
-def _set_attribute(handle: Alignment, owner: Any, name: str, value: Any) -> None:
-    handle._on_undo(f"{type(owner).__name__}.{name} = {value!r}", setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
-def _replace_forward(handle: Alignment, module: nn.Module, forward: Callable[..., Any]) -> None:
-    before = module.__dict__.get("forward")
-    module.forward = MethodType(forward, module)
-    if before is None:
-        handle._on_undo(f"{type(module).__name__}.forward", module.__dict__.pop, "forward", None)
-    else:
-        handle._on_undo(f"{type(module).__name__}.forward", setattr, module, "forward", before)
-
-
 def _linear_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return torch.ops.hf_numerics.linear(x, self.weight, self.bias)
 
@@ -84,61 +46,85 @@ def _router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     return logits, weights, ids
 
 
-def _with_layout(text_model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers 5.19's angles in any version: 5.16 to 5.18 take them from a matmul, which may run at TF32.
+
+    The frequencies are read from an attribute that is no buffer: a cast of the model would round those.
+    """
+    batch, length = position_ids.shape[-2:]
+    positions = position_ids.expand(3, batch, length).reshape(3, batch * length)
+    cos, sin = cos_sin(positions, getattr(self, _EXACT_INV_FREQ).to(x.device), self.mrope_section, x.dtype)
+    return cos.view(batch, length, -1), sin.view(batch, length, -1)
+
+
+def _with_layout(text_model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the text model: find the batch's sequences once, for every layer."""
-    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    if tokens is None:
-        tokens = args[0]
-    past = kwargs.get("past_key_values")
+    names = list(inspect.signature(type(text_model).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    weights = text_model.embed_tokens.weight.dtype
+    if torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type) != weights:
+        raise ValueError(
+            f"needed weights in the rollout's dtype; got autocast over {weights} weights, which keeps the residual "
+            "stream in another dtype than any rollout does; load the model in that dtype, or leave autocast"
+        )
+    past = given.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise ValueError("needed an empty KV cache; got a filled one: an aligned model teacher-forces whole sequences")
     kwargs[LAYOUT_KEY] = sequence_layout(
         tokens.shape[0],
         tokens.shape[1],
         tokens.device,
-        attention_mask=kwargs.get("attention_mask"),
-        position_ids=kwargs.get("position_ids"),
-        cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        attention_mask=given.get("attention_mask"),
+        position_ids=given.get("position_ids"),
+        cu_seqlens=given.get("cu_seq_lens_q"),
     )
     return args, kwargs
 
 
-def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers 5.19's angles in any version: 5.16 to 5.18 take them from a matmul, which may run at TF32."""
-    batch, length = position_ids.shape[-2:]
-    positions = position_ids.expand(3, batch, length).reshape(3, batch * length)
-    cos, sin = cos_sin(positions, self.inv_freq, self.mrope_section, x.dtype)
-    return cos.view(batch, length, -1), sin.view(batch, length, -1)
+def _set_forward(handle: Alignment, module: nn.Module, forward: Callable[..., Any]) -> None:
+    handle.set(module, "forward", MethodType(forward, module), f"{type(module).__name__}.forward")
+
+
+def _set_implementations(handle: Alignment, text: Any) -> None:
+    """Name our attention and experts in a config of this model's own: another model may share the one it has."""
+    shared = text.config
+    own = copy.copy(shared)
+    own._attn_implementation_internal = ATTENTION_NAME
+    own._experts_implementation_internal = EXPERTS_NAME
+    for module in text.modules():
+        if vars(module).get("config") is shared:
+            handle.set(module, "config", own)
+    handle.changes.append(f"attention {ATTENTION_NAME!r}, experts {EXPERTS_NAME!r}")
 
 
 def _exact_rotary(handle: Alignment, rotary: Any) -> None:
-    """Elementwise angles, and the CPU's inverse frequencies where it holds others (built on a GPU, or cast)."""
+    """Elementwise angles; and the CPU's frequencies where the buffer holds others (built on a GPU, or cast)."""
     config = rotary.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     exact = default_inv_freq(head_dim, config.rope_parameters["rope_theta"]).to(rotary.inv_freq.device)
+    handle.set(rotary, _EXACT_INV_FREQ, exact)
     if rotary.inv_freq.dtype != exact.dtype or not torch.equal(rotary.inv_freq, exact):
-        handle._on_undo("rotary_emb.inv_freq repaired", setattr, rotary, "inv_freq", rotary.inv_freq)
-        rotary.inv_freq = exact
-    _replace_forward(handle, rotary, _rotary_forward)
+        handle.set(rotary, "inv_freq", exact.clone(), "rotary_emb.inv_freq repaired")
+    _set_forward(handle, rotary, _rotary_forward)
 
 
 def _apply(handle: Alignment, thinker: Any) -> None:
     text, device = thinker.model, thinker.lm_head.weight.device
+    handle.set(thinker, _HANDLE, handle)
     if device.type == "cuda":
-        handle._on_undo("vLLM's batch-invariant aten overrides", batch_invariance.enable())
+        handle.hold_overrides()
     register_attention()
     register_experts()
-    _set_attribute(handle, text.config, "_attn_implementation_internal", ATTENTION_NAME)
-    _set_attribute(handle, text.config, "_experts_implementation_internal", EXPERTS_NAME)
+    _set_implementations(handle, text)
     _exact_rotary(handle, text.rotary_emb)
-    hook = text.register_forward_pre_hook(_with_layout, with_kwargs=True)
-    handle._on_undo("sequence layout hook", hook.remove)
+    handle.add_hook(text.register_forward_pre_hook(_with_layout, with_kwargs=True), "sequence layout hook")
     routers = {id(layer.mlp.gate) for layer in text.layers}
     for module in (*text.modules(), thinker.lm_head):
         if isinstance(module, nn.Linear):
-            _replace_forward(handle, module, _linear_forward)
+            _set_forward(handle, module, _linear_forward)
         elif id(module) in routers and device.type == "cpu":
-            _replace_forward(handle, module, _router_forward)
+            _set_forward(handle, module, _router_forward)
 
 
 def align(model: nn.Module) -> Alignment:
@@ -152,16 +138,17 @@ def align(model: nn.Module) -> Alignment:
         model: ``transformers.Qwen3OmniMoeThinkerForConditionalGeneration``, or a model that has one as ``.thinker``.
 
     Returns:
-        The handle. Calling `align` again on an aligned model returns the same one.
+        The handle. Calling `align` again on an aligned model returns the same one, and a ``with`` block on that
+        second call ends nothing. A deep copy of an aligned model is aligned and has a handle of its own.
 
     Raises:
         TypeError: another model.
         RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1``.
     """
     thinker = _thinker_of(model)
-    handle = thinker.__dict__.get(_HANDLE)
+    handle = vars(thinker).get(_HANDLE)
     if handle is not None:
-        return handle
+        return handle.again()
     if (reason := versions.untested(versions.installed_versions())) is not None:
         raise RuntimeError(reason)
     handle = Alignment()
@@ -170,6 +157,4 @@ def align(model: nn.Module) -> Alignment:
     except BaseException:
         handle.undo()
         raise
-    thinker.__dict__[_HANDLE] = handle
-    handle._on_undo("handle", thinker.__dict__.pop, _HANDLE, None)
     return handle

@@ -36,6 +36,8 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLa
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, scale: float) -> torch.Tensor:
+    if not layout.lengths:  # a batch of padding alone
+        return torch.zeros_like(q)
     if q.device.type == "cuda":
         return _flash(q.contiguous(), k.contiguous(), v.contiguous(), layout, scale)
     parts = zip(*(x.split(layout.lengths) for x in (q, k, v)), strict=True)
@@ -53,6 +55,8 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if not ctx.layout.lengths:
+            return *(torch.zeros_like(x) for x in ctx.saved_tensors), None, None
         gradients = []
         parts = zip(*(x.split(ctx.layout.lengths) for x in (*ctx.saved_tensors, grad)), strict=True)
         for q, k, v, part in parts:

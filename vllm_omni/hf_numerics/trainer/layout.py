@@ -24,7 +24,7 @@ class SequenceLayout:
 
     @property
     def longest(self) -> int:
-        return max(self.lengths)
+        return max(self.lengths, default=0)
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
         """``[B * T, ...]`` to the ``[N, ...]`` real tokens."""
@@ -81,10 +81,20 @@ def sequence_layout(
             )
         host = cu_seqlens.tolist()
         lengths = tuple(end - start for start, end in zip(host, host[1:], strict=False))
+        if min(lengths) < 0:
+            raise ValueError(f"needed cu_seq_lens that never decrease; got {host}")
         return SequenceLayout(None, cu_seqlens.to(device=device, dtype=torch.int32), lengths)
 
-    if position_ids is not None and position_ids.shape[-2:] != (batch, length):
-        raise ValueError(f"needed position_ids over [{batch}, {length}]; got {tuple(position_ids.shape)}")
+    if position_ids is not None and tuple(position_ids.shape) not in (
+        (batch, length),
+        (3, batch, length),
+        (4, batch, length),
+    ):
+        raise ValueError(
+            f"needed position_ids [{batch}, {length}], or three or four such rows; got {tuple(position_ids.shape)}"
+        )
+    if batch * length == 0:
+        raise ValueError(f"needed at least one token; got a batch of shape [{batch}, {length}]")
     starts = _starts(position_ids, batch, length, device)
     index = None
     if attention_mask is not None:
