@@ -28,6 +28,11 @@ def test_help_shows_defaults_exit_codes_and_an_example(command, capsys):
     assert "(default: " in text or command == "compare"
 
 
+def test_recorded_command_names_no_places():
+    given = ["gate", "--json", "/a/b.json", "--seed", "3", "--keep=/x", "--cache", "/c", "--execution", "graphs"]
+    assert options.recorded_command(given) == "hf-numerics gate --seed 3 --execution graphs"
+
+
 @pytest.mark.parametrize(
     "arguments, reason",
     [

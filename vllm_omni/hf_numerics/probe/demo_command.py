@@ -2,7 +2,6 @@
 """``hf-numerics demo``. Standard library only at import."""
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(stderr=arguments.json == "-")
     device = options.resolve_device(arguments.device)
-    command = shlex.join(["hf-numerics", *sys.argv[1:]])
+    command = options.recorded_command(sys.argv[1:])
     results = []
     for layers in arguments.layers or [None]:
         for execution in arguments.execution:

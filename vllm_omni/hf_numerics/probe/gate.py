@@ -68,8 +68,14 @@ class GateResult:
             "obstacles": self.failed.obstacles if self.failed else [],
             "environment": describe(spec.rollout.device),
             "fingerprint": self.fingerprint,
-            "spec": asdict(spec),
+            "spec": _without_folders(asdict(spec)),
         }
+
+
+def _without_folders(spec: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints by their name alone: where they lie is this machine's business."""
+    sides = {side: {**spec[side], "checkpoint": Path(spec[side]["checkpoint"]).name} for side in ("rollout", "trainer")}
+    return {**spec, **sides}
 
 
 def round_requests(spec: GateSpec, number: int) -> tuple[list[list[int]], list[int]]:

@@ -2,7 +2,6 @@
 """``hf-numerics gate``: compare many log-probs, stop at the first that differs. Standard library only at import."""
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,5 +70,5 @@ def run(arguments: argparse.Namespace) -> int:
     with render.progress(console, spec.target) as advance:
         result = gate.run(spec, advance, arguments.keep)
     render.gate_verdict(console, result, arguments.keep)
-    options.write_json(result.as_dict(spec, shlex.join(["hf-numerics", *sys.argv[1:]])), arguments.json)
+    options.write_json(result.as_dict(spec, options.recorded_command(sys.argv[1:])), arguments.json)
     return options.EQUAL if result.passed else options.DIFFERENT

@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ __all__ = [
     "add_preset",
     "add_seed",
     "positive",
+    "recorded_command",
     "resolve_device",
     "write_json",
 ]
 
 # Exit codes of every command.
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+
+
+_PLACES = ("--json", "--keep", "--cache")
 
 
 class UsageError(ValueError):
@@ -92,6 +97,16 @@ def resolve_device(choice: str) -> str:
     if choice == "cuda" and not torch.cuda.is_available():
         raise UsageError("needed a CUDA device; got none; use --device cpu")
     return choice
+
+
+def recorded_command(arguments: list[str]) -> str:
+    """The command line for a result: without the options that say where files go on this machine."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument.split("=")[0] not in _PLACES:
+            kept.append(argument)
+        skip = not skip and argument in _PLACES
+    return shlex.join(["hf-numerics", *kept])
 
 
 def write_json(data: Any, target: str | None) -> None:
