@@ -130,3 +130,9 @@ def test_fuzz_true_only_for_true_under_the_exact_key(config):
     except HFNumericsConfigError:
         return
     assert enabled is (isinstance(config, dict) and config.get(KEY) is True)
+
+
+@pytest.mark.parametrize("key", ["hf_metrics", "hf_numbers", "hf_generics", "numerics", "hf_overrides", "num_experts"])
+def test_foreign_key_that_looks_a_little_like_ours(key):
+    assert is_enabled({key: True}) is False
+    assert is_enabled({key: False, KEY: True}) is True

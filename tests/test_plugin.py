@@ -161,6 +161,27 @@ def test_unregister_restores_what_another_plugin_put_over_register_model(stock):
     assert registry.register_model is theirs
 
 
+def test_off_builds_what_someone_else_registered(stock, monkeypatch):
+    """A third party's class for the architecture is remembered, and built where the mode is off."""
+    from types import SimpleNamespace
+
+    from vllm_omni.hf_numerics.models import qwen3_omni_thinker as ours
+
+    class Theirs:
+        def __init__(self, *, vllm_config, prefix=""):
+            self.prefix = prefix
+
+    plugin.register()
+    registry = plugin._registries()[0]
+    registry.register_model(ARCHITECTURE, THIRD_PARTY)
+    assert plugin.is_registered()
+    monkeypatch.setattr(type(registry.models[ARCHITECTURE]), "load_model_cls", lambda entry: Theirs)
+    model_config = SimpleNamespace(registry=registry)
+    vllm_config = SimpleNamespace(additional_config={}, model_config=model_config)
+    built = ours.HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(vllm_config=vllm_config, prefix="x")
+    assert type(built) is Theirs and built.prefix == "x"
+
+
 def test_registered_class(stock):
     from vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker import (
         Qwen3OmniMoeThinkerForConditionalGeneration,

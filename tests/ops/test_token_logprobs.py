@@ -192,3 +192,11 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> No
 def test_an_unknown_runner_is_refused() -> None:
     with pytest.raises(ValueError, match="model_runner 'v1', 'v2' or None; got 'v3'"):
         token_logprobs(torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64), model_runner="v3")
+
+
+@pytest.mark.parametrize("wrong", [-100, -1, 33])
+def test_token_ids_outside_the_vocabulary(device: torch.device, wrong: int) -> None:
+    """-100 is the usual label of an ignored token; vLLM's kernel would read out of bounds."""
+    logits, ids = torch.zeros(3, 33, device=device), torch.tensor([0, wrong, 32], device=device)
+    with pytest.raises(ValueError, match="drop ignored positions"):
+        token_logprobs(logits, ids)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: names, help and exit codes."""
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
-from vllm_omni.hf_numerics.probe import options
+from vllm_omni.hf_numerics.probe import cli, options
 from vllm_omni.hf_numerics.probe.cli import build_parser, main
 
 COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "env")
@@ -42,6 +43,8 @@ def test_recorded_command_names_no_places():
         (["locate", "--model", "somewhere"], "needed --record FILE beside --model"),
         (["locate", "--record", "absent.json"], "absent.json"),
         (["gate", "--model", "somewhere"], "needed a preset"),
+        (["gate", "--json", "absent/x.json"], "needed a folder for --json"),
+        (["demo", "--device", "cpu", "--cache", "/proc/absent"], "/proc/absent"),
     ],
 )
 def test_unusable_input_is_exit_code_two(arguments, reason, capsys):
@@ -58,3 +61,15 @@ def test_launcher_compares_without_torch_and_vllm(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == options.UNUSABLE, done.stderr
     assert "absent.json" in done.stderr
+
+
+def test_a_fault_of_the_program_is_no_difference(monkeypatch, capsys):
+    def fail(arguments):
+        raise ZeroDivisionError("a fault")
+
+    parser = build_parser()
+    parser.set_defaults(run=fail)
+    monkeypatch.setattr(cli, "build_parser", lambda: parser)
+    monkeypatch.setattr(parser, "parse_args", lambda argv: argparse.Namespace(command="gate", run=fail))
+    assert main([]) == options.UNUSABLE
+    assert "ZeroDivisionError: a fault" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
+from vllm_omni.hf_numerics.probe.sharded import shard
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 from vllm_omni.hf_numerics.trainer import align, token_logprobs
 
@@ -17,12 +17,6 @@ from vllm_omni.hf_numerics.trainer import align, token_logprobs
 def _logprobs(model, ids: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1], device=ids.device)[None]).logits
     return token_logprobs(logits[0, :-1], ids[0, 1:])
-
-
-def _shard(model, mesh) -> None:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def run(rank: int, world: int, checkpoint: str, device_type: str, store: str) -> None:
@@ -40,7 +34,7 @@ def run(rank: int, world: int, checkpoint: str, device_type: str, store: str) ->
         with torch.no_grad(), align(whole):
             expected = _logprobs(whole, ids)
         sharded = Thinker.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
-        _shard(sharded, init_device_mesh(device_type, (world,)))
+        shard(sharded, init_device_mesh(device_type, (world,)))
         with align(sharded):
             actual = _logprobs(sharded, ids)
             assert_bitwise_equal(actual.detach(), expected, f"rank {rank}: sharded against whole")

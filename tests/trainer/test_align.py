@@ -230,3 +230,26 @@ def test_exact_inv_freq_is_left_alone(model):
     with align(model) as handle:
         assert model.model.rotary_emb.inv_freq is before
         assert not any("inv_freq" in change for change in handle.changes)
+
+
+def test_model_without_memory(transformers_thinker):
+    """FSDP2's recipe: build on meta, align, give it memory and weights."""
+    whole = transformers_thinker()
+    with torch.device("meta"):
+        empty = type(whole)(whole.config).to(torch.bfloat16)
+    handle = align(empty)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(whole.state_dict())
+    with align(whole):
+        assert_bitwise_equal(_logits(empty), _logits(whole))
+    handle.undo()
+
+
+def test_lora_adapter_is_refused(model):
+    """The rollout refuses LoRA: an adapter beside the weights is not what a merged one computes."""
+    projection = model.model.layers[1].self_attn.q_proj
+    projection.lora_A = torch.nn.Linear(64, 4, bias=False)
+    with pytest.raises(ValueError, match="merge it"):
+        align(model)
+    del projection.lora_A
+    align(model).undo()

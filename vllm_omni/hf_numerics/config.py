@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["KEY", "HFNumericsConfigError", "is_enabled"]
 
 KEY = "hf_numerics"
-_MISSPELT_CUTOFF = 0.8
+_MISSPELT_CUTOFF = 0.9
 
 
 class HFNumericsConfigError(ValueError):

@@ -9,7 +9,7 @@ there; `_Pinned` keeps our entry through that, whichever comes first.
 
 from typing import Any
 
-__all__ = ["ARCHITECTURE", "TARGET", "is_registered", "register", "unregister"]
+__all__ = ["ARCHITECTURE", "TARGET", "is_registered", "register", "stock_class", "unregister"]
 
 ARCHITECTURE = "Qwen3OmniMoeThinkerForConditionalGeneration"
 TARGET = f"vllm_omni.hf_numerics.models.qwen3_omni_thinker:HFNumerics{ARCHITECTURE}"
@@ -35,6 +35,10 @@ class _Pinned:
         if model_arch == ARCHITECTURE and model_cls != TARGET:
             self._stock = self._registry.models[ARCHITECTURE]
             self._register_model(ARCHITECTURE, TARGET)
+
+    def stock_class(self) -> type | None:
+        """The class of the remembered entry."""
+        return None if self._stock is None else self._stock.load_model_cls()
 
     def release(self) -> None:
         """Put the stock entry and the registry's own ``register_model`` back."""
@@ -63,6 +67,12 @@ def _require_regular_upstream() -> None:
             "needed vllm-omni as a regular package; got a namespace package without its __init__ (vllm-omni is "
             "missing, or installed editable beside this plugin); install it normally: pip install vllm-omni==0.32.0rc1"
         )
+
+
+def stock_class(registry: Any) -> type | None:
+    """The class that a registry would build for the architecture without the plugin; None where it is not pinned."""
+    pinned = registry.register_model
+    return pinned.stock_class() if isinstance(pinned, _Pinned) else None
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as upstream
 
-from vllm_omni.hf_numerics import config, requirements_check
+from vllm_omni.hf_numerics import config, plugin, requirements_check
 from vllm_omni.hf_numerics.fingerprint import Fingerprint
 from vllm_omni.hf_numerics.layers import cpu_reference
 from vllm_omni.hf_numerics.layers.decoder_layer import HFNumericsDecoderLayer
@@ -55,7 +55,8 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
         Returns:
             The normed hidden states ``[T, H]``, and None or, where hidden states are wanted, the payload for the
             talker: ``{"hidden_states": {"layers": {i: [T, H]}}}`` with transformers' ``hidden_states[i]`` (0: the
-            embeddings; i: the output of layer i - 1, before that level's deepstack is added).
+            embeddings; i < number of layers: the output of layer i - 1, before that level's deepstack is added, which
+            upstream's own capture includes; i = number of layers: the sum before the final norm).
         """
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         residual: torch.Tensor | None = None
@@ -88,8 +89,12 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> torch.nn.Module:
         if not config.is_enabled(vllm_config.additional_config):
             logger.debug("HF numerics is off: the stock thinker is built.")
+            # What the registry would build without the plugin: vLLM-Omni's class, unless someone registered theirs.
+            stock = plugin.stock_class(vllm_config.model_config.registry)
             # Not an instance of cls, so Python does not call our __init__ on it.
-            return upstream.Qwen3OmniMoeThinkerForConditionalGeneration(vllm_config=vllm_config, prefix=prefix)
+            return (stock or upstream.Qwen3OmniMoeThinkerForConditionalGeneration)(
+                vllm_config=vllm_config, prefix=prefix
+            )
         return super().__new__(cls)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

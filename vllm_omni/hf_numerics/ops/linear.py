@@ -73,8 +73,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: torch.Tensor):
     x, weight = ctx.saved_tensors
     grad_rows = grad.reshape(-1, grad.shape[-1])
-    grad_x = (grad_rows @ weight).reshape(x.shape)
-    grad_weight = grad_rows.t() @ x.reshape(-1, x.shape[-1])
+    grad_x = (grad_rows @ weight).reshape(x.shape) if ctx.needs_input_grad[0] else None
+    grad_weight = grad_rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight, grad_rows.sum(0) if ctx.has_bias else None
 
 

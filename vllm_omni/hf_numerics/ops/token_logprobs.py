@@ -5,7 +5,7 @@ Contract: ``token_logprobs(logits, token_ids, temperature=1.0, model_runner=None
 
 * logits ``[T, V]`` **in the dtype that the LM head produced**: vLLM's v2 kernel reduces in a tree that follows the
   width of what it loads, so a cast to float32 first changes the last bit of some results.
-* token_ids ``[T]`` integers; the result is ``[T]`` float32.
+* token_ids ``[T]`` integers in [0, V), so no ignored label such as -100; the result is ``[T]`` float32.
 * temperature 1: vLLM's ``logprobs_mode="raw_logprobs"`` (its default), which ignores the request's temperature, top-p,
   top-k and penalties. Another temperature: ``"processed_logprobs"`` of a request with that temperature and nothing
   else: logits to float32, divided, then the formula over float32.
@@ -84,7 +84,8 @@ def token_logprobs(
     """Log-probability of ``token_ids[i]`` under ``logits[i]``; see the module's contract.
 
     Raises:
-        ValueError: shapes that do not match, a temperature that is not positive, or an unknown ``model_runner``.
+        ValueError: shapes that do not match, ids outside the vocabulary, a temperature that is not positive, or an
+            unknown ``model_runner``.
     """
     if logits.dim() != 2 or token_ids.shape != logits.shape[:1]:
         raise ValueError(
@@ -98,4 +99,10 @@ def token_logprobs(
         raise ValueError(f"needed model_runner 'v1', 'v2' or None; got {model_runner!r}; set one of these")
     if logits.shape[0] == 0:
         return logits.sum(dim=-1, dtype=torch.float32)  # [0], and part of the graph
+    # One host synchronisation: vLLM's kernel would read out of bounds, at -100 for instance.
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= logits.shape[1]:
+        raise ValueError(
+            f"needed token ids in [0, {logits.shape[1]}); got {int(token_ids.min())} to {int(token_ids.max())}; "
+            "drop ignored positions (-100) before"
+        )
     return _TokenLogprobs.apply(logits, token_ids.long(), float(temperature), runner)

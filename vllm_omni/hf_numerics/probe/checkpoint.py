@@ -10,6 +10,8 @@ device from a seed and each parameter's name (`seeded_weights`): 57 GB need not 
 import hashlib
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -197,17 +199,19 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():
         return target
-    target.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    writing = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
     config = _model_config(preset, dtype)
     if preset.weights == "file":
         model = Qwen3OmniMoeForConditionalGeneration(config).to(getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(seeded_tensor(name, tuple(parameter.shape), seed, "cpu", parameter.dtype))
-        model.save_pretrained(target / "writing")
-        for path in sorted((target / "writing").iterdir(), key=lambda p: p.name == "config.json"):
-            path.rename(target / path.name)  # the config last: it marks the checkpoint as whole
-        (target / "writing").rmdir()
+        model.save_pretrained(writing)
     else:
-        config.save_pretrained(target)
+        config.save_pretrained(writing)
+    try:
+        writing.rename(target)  # whole or not at all
+    except OSError:  # another process was first: its checkpoint is the same
+        shutil.rmtree(writing)
     return target

@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+import traceback
 
 from vllm_omni.hf_numerics import __version__
 from vllm_omni.hf_numerics.probe import (
@@ -40,10 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code: 0 equal, 1 different, 2 unusable input."""
     arguments = build_parser().parse_args(argv)
     try:
+        options.check_targets(arguments)
         return arguments.run(arguments)
-    except (options.UsageError, RecordError, SideError) as error:
+    except (options.UsageError, RecordError, SideError, OSError) as error:
         print(f"hf-numerics {arguments.command}: {error}", file=sys.stderr)
-        return options.UNUSABLE
+    except Exception:  # a fault of the program is no difference: exit code 1 is kept for those
+        traceback.print_exc()
+    return options.UNUSABLE
 
 
 if __name__ == "__main__":

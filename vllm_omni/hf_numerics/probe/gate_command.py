@@ -71,4 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
         result = gate.run(spec, advance, arguments.keep)
     render.gate_verdict(console, result, arguments.keep)
     options.write_json(result.as_dict(spec, options.recorded_command(sys.argv[1:])), arguments.json)
+    if result.failed is not None and result.failed.obstacles:
+        return options.UNUSABLE
     return options.EQUAL if result.passed else options.DIFFERENT

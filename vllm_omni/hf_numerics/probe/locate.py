@@ -110,9 +110,12 @@ def _compare_tails(whole: dict[str, torch.Tensor], tail: dict[str, torch.Tensor]
 
 
 def _neighbours(prompt: list[int], count: int = 3) -> list[list[int]]:
-    """Other prompts from the same tokens, of other lengths."""
+    """Other prompts from the same tokens, each longer: vLLM orders a batch by arrival or by length, shortest first.
+
+    So the prompt's rows come first either way, which is where `taps.VllmCapture` takes them from.
+    """
     draw = random.Random(len(prompt))
-    return [[draw.choice(prompt) for _ in range(max(1, len(prompt) * share // 4))] for share in range(1, count + 1)]
+    return [[draw.choice(prompt) for _ in range(len(prompt) + 1 + number)] for number in range(count)]
 
 
 def locate(
@@ -161,9 +164,9 @@ def locate(
         together = [prompt, *_neighbours(prompt)]
         rollout.call(do="capture", prompts=together, out=str(files["neighbours"]), inject=faults["rollout"])
         rollout.call(do="capture", prompts=[prompt], out=str(files["cached"]), inject=faults["rollout"], cached=True)
-        batch_dependent = any(
-            result.differing
-            for name in ("neighbours", "cached")
-            for result in _compare_tails(alone, load_file(files[name]))
-        )
+        others = {name: load_file(files[name]) for name in ("neighbours", "cached")}
+        batch_dependent = any(result.differing for other in others.values() for result in _compare_tails(alone, other))
+        first = next(iter(alone))
+        if others["cached"][first].shape[0] == alone[first].shape[0]:
+            notes.append("no cached prefix was used: the tokens fill no whole block of the KV cache")
     return Located(points, batch_dependent, notes)

@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     tokens = _tokens(arguments)
     console = Console(stderr=arguments.json == "-")
-    # Every prompt of a capture fits one step: the sequence, and neighbours of at most its length.
-    engine = {"max_model_len": len(tokens) + 1, "max_num_batched_tokens": max(4 * len(tokens), 64)}
+    # Every prompt of a capture fits one step: the sequence, and three neighbours a little longer.
+    engine = {"max_model_len": len(tokens) + 8, "max_num_batched_tokens": max(4 * len(tokens) + 32, 64)}
     sampler, trainer, device, _ = build_sides(arguments, engine)
     environment = environment_for(device)
     with tempfile.TemporaryDirectory(prefix="hf-numerics-") as own, render.steps(console) as say:

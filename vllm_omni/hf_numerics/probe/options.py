@@ -18,6 +18,7 @@ __all__ = [
     "add_model",
     "add_preset",
     "add_seed",
+    "check_targets",
     "positive",
     "recorded_command",
     "resolve_device",
@@ -80,8 +81,27 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_seed(parser)
     add_device(parser)
     parser.add_argument(
-        "--engine", type=json.loads, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
+        "--engine", type=_json_object, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
     )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"needed a JSON object; got {text}")
+    return value
+
+
+def check_targets(arguments: argparse.Namespace) -> None:
+    """Before minutes of work: the folders of the files to write exist.
+
+    Raises:
+        UsageError: one does not.
+    """
+    for name in ("json", "out"):
+        target = getattr(arguments, name, None)
+        if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+            raise UsageError(f"needed a folder for --{name} {target}; got none at {Path(target).parent}; make it first")
 
 
 def resolve_device(choice: str) -> str:

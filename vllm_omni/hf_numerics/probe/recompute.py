@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from vllm_omni.hf_numerics.probe.checkpoint import Preset, seeded_tensor
 from vllm_omni.hf_numerics.probe.environment import describe
-from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
+from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence, bits_of
 from vllm_omni.hf_numerics.probe.side import serve
 
 __all__ = ["LAYOUTS", "MODULE", "NUMERICS", "TrainerSpec", "load_model", "recompute", "set_numerics"]
@@ -142,8 +142,13 @@ class _Trainer:
         self.environment = {**describe(self.spec.device), "fsdp2_ranks": 1}
         self.checksums = transformers_checksums(self.model)
 
-    def recompute(self, rollout: str, out: str, numerics: str, layout: str) -> dict[str, Any]:
-        """Teacher-force a rollout's record and write the trainer's record to ``out``."""
+    def recompute(
+        self, rollout: str, out: str, numerics: str, layout: str, weights: str | None = None
+    ) -> dict[str, Any]:
+        """Teacher-force a rollout's record and write the trainer's record to ``out``.
+
+        ``weights`` is what this side calls its weights; None: what the rollout calls them.
+        """
         source = Record.read(Path(rollout))
         model_runner = source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
         with set_numerics(self.model, numerics):
@@ -152,8 +157,8 @@ class _Trainer:
             side="trainer",
             label=f"transformers {numerics}, {layout}",
             sequences=sequences,
-            semantics=source.semantics,
-            weights=source.weights,
+            semantics=RAW_SEMANTICS,
+            weights=source.weights if weights is None else weights,
             weight_checksums=self.checksums,
             environment=self.environment,
         ).write(Path(out))

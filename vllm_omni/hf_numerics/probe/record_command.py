@@ -97,7 +97,7 @@ def _is_prompt(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
 
 
-def _record_sharded(arguments: argparse.Namespace, trainer: Any, device: str, folder: Path) -> None:
+def _record_sharded(arguments: argparse.Namespace, trainer: Any, device: str, weights: str, folder: Path) -> None:
     from vllm_omni.hf_numerics.probe import sharded
     from vllm_omni.hf_numerics.probe.side import environment_for, run_once
 
@@ -105,7 +105,7 @@ def _record_sharded(arguments: argparse.Namespace, trainer: Any, device: str, fo
         raise options.UsageError("needed --layout alone beside --shards; got packed")
     job = folder / "job.json"
     out, record = str(arguments.out.resolve()), str(arguments.rollout.resolve())
-    sharded.ShardedJob(trainer, arguments.numerics, arguments.shards, record, out).write(job)
+    sharded.ShardedJob(trainer, arguments.numerics, arguments.shards, record, out, weights).write(job)
     run_once(sharded.MODULE, [str(job)], environment_for(device), folder / "side.log")
 
 
@@ -121,9 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.rollout is None:
                 raise options.UsageError("needed --rollout FILE; got none; record a rollout first")
             Record.read(arguments.rollout)
-            _, trainer, device, _ = build_sides(arguments, {})
+            _, trainer, device, weights = build_sides(arguments, {})
             if arguments.shards > 1:
-                _record_sharded(arguments, trainer, device, Path(folder))
+                _record_sharded(arguments, trainer, device, weights, Path(folder))
                 return options.EQUAL
             with Side(recompute.MODULE, asdict(trainer), environment_for(device), log) as side:
                 side.call(
@@ -132,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
                     out=str(arguments.out),
                     numerics=arguments.numerics,
                     layout=arguments.layout,
+                    weights=weights,
                 )
             return options.EQUAL
         sampler, _, device, weights = build_sides(arguments, {})

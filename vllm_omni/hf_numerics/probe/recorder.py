@@ -52,12 +52,19 @@ class Recorder:
             self._checksums = transformers_checksums(thinker)
         self._sequences: list[TokenSequence] = []
 
-    def add(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Any) -> None:
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Any,
+        positions: list[list[int]] | None = None,
+    ) -> None:
         """Add a sequence.
 
         Args:
             prompt_token_ids, token_ids: token ids.
             logprobs: one float32 for each of ``token_ids``: a 1-D tensor or a sequence of floats.
+            positions: rotary positions of prompt and tokens as three rows; None for text.
 
         Raises:
             TypeError: a tensor of another dtype than float32: its bits would not be the sampler's.
@@ -67,7 +74,9 @@ class Recorder:
                 raise TypeError(f"needed float32 log-probs; got {logprobs.dtype}; use trainer.token_logprobs")
             logprobs = logprobs.tolist()
         bits = [bits_of(value) for value in logprobs]
-        self._sequences.append(TokenSequence(list(map(int, prompt_token_ids)), list(map(int, token_ids)), bits))
+        self._sequences.append(
+            TokenSequence(list(map(int, prompt_token_ids)), list(map(int, token_ids)), bits, positions)
+        )
 
     def record(self) -> Record:
         """What was added so far."""

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SCHEMA", "Record", "RecordError", "TokenSequence", "bits_of", "ordered", "value_of"]
+__all__ = ["RAW_SEMANTICS", "SCHEMA", "Record", "RecordError", "TokenSequence", "bits_of", "ordered", "value_of"]
 
 SCHEMA = 1
+# The semantics of vLLM's default log-probs: before temperature, top-p and top-k.
+RAW_SEMANTICS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"}
 _SIDES = ("rollout", "trainer")
 
 

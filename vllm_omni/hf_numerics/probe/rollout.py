@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_omni.hf_numerics.probe.checkpoint import Preset
 from vllm_omni.hf_numerics.probe.environment import describe
-from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
+from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence, bits_of
 from vllm_omni.hf_numerics.probe.side import serve
 
 __all__ = ["MODULE", "RolloutSpec"]
@@ -94,7 +94,7 @@ class _Rollout:
             side="rollout",
             label=label,
             sequences=sequences,
-            semantics={"temperature": _TEMPERATURE, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"},
+            semantics={**RAW_SEMANTICS, "logprobs_mode": self.engine.llm_engine.model_config.logprobs_mode},
             weights=weights,
             weight_checksums=self.engine.collective_rpc("hf_numerics_weight_checksums")[0],
             environment=self.environment,

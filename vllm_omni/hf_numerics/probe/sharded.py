@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.recompute import TrainerSpec, load_model, recompute, set_numerics
-from vllm_omni.hf_numerics.probe.records import Record, TokenSequence
+from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence
 from vllm_omni.hf_numerics.probe.weights import transformers_checksums
 
 __all__ = ["MODULE", "ShardedJob", "shard"]
@@ -28,13 +28,16 @@ MODULE = "vllm_omni.hf_numerics.probe.sharded"
 
 @dataclass(frozen=True)
 class ShardedJob:
-    """A rollout to recompute: the trainer, its numerics, the number of ranks, the rollout's record, the output."""
+    """A rollout to recompute: the trainer, its numerics, the number of ranks, the rollout's record, the output,
+    and what to call the weights.
+    """
 
     trainer: TrainerSpec
     numerics: str
     ranks: int
     rollout: str
     out: str
+    weights: str
 
     @classmethod
     def read(cls, path: Path) -> "ShardedJob":
@@ -82,8 +85,8 @@ def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
                 side="trainer",
                 label=f"transformers {job.numerics}, alone, FSDP2 over {job.ranks} ranks",
                 sequences=[gathered[i % job.ranks][i // job.ranks] for i in range(len(source.sequences))],
-                semantics=source.semantics,
-                weights=source.weights,
+                semantics=RAW_SEMANTICS,
+                weights=job.weights,
                 weight_checksums=checksums,
                 environment={**describe(kind), "fsdp2_ranks": job.ranks},
             ).write(Path(job.out))

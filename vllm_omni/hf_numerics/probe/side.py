@@ -8,6 +8,8 @@ standard output belongs to the logs.
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ __all__ = ["Side", "SideError", "environment_for", "run_once", "serve"]
 
 _REPLY_FD = "HF_NUMERICS_REPLY_FD"
 _LOG_LINES_SHOWN = 40
+_POLL_SECONDS = 1.0
 
 
 class SideError(RuntimeError):
@@ -77,9 +80,10 @@ class Side:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 text=True,
+                start_new_session=True,
             )
         os.close(write_end)
-        self._replies = os.fdopen(read_end, encoding="utf-8")
+        self._replies, self._received = read_end, b""
         self._spec = spec
 
     def call(self, **request: Any) -> Any:
@@ -95,10 +99,23 @@ class Side:
             self._spec = {}
         except BrokenPipeError:
             pass  # it died already: the missing answer says so
-        answer = self._replies.readline()
+        answer = self._read_line()
         if not answer:
             raise SideError(_ended(self._module, self._process.wait(), self._log))
         return json.loads(answer)
+
+    def _read_line(self) -> bytes:
+        """The next answer, or nothing once the process has ended (a child of its may hold the pipe open)."""
+        while b"\n" not in self._received:
+            if select.select([self._replies], [], [], _POLL_SECONDS)[0]:
+                part = os.read(self._replies, 1 << 16)
+                if not part:
+                    return b""
+                self._received += part
+            elif self._process.poll() is not None:
+                return b""
+        answer, _, self._received = self._received.partition(b"\n")
+        return answer
 
     def __enter__(self) -> "Side":
         return self
@@ -112,9 +129,13 @@ class Side:
         try:
             self._process.wait(timeout=60 if kind is None else 5)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._replies.close()
+            pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the process, and what it left behind
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        os.close(self._replies)
 
 
 def serve(build: Callable[[dict[str, Any]], Callable[[dict[str, Any]], Any]]) -> None:

@@ -218,9 +218,7 @@ def _hook_transformers_layer(recorder: _Recorder, index: int, layer: Any) -> Non
     for name in ("q_proj", "k_proj", "v_proj"):
         recorder.hook(getattr(attention, name), after=projected)
     for name in ("q_norm", "k_norm"):
-        recorder.hook(
-            getattr(attention, name), after=lambda m, a, out, name=name: _per_head(recorder, index, name, out)
-        )
+        recorder.hook(getattr(attention, name), after=lambda m, a, out, name=name: recorder.take(index, name, out, 2))
     recorder.hook(
         attention.o_proj,
         before=lambda m, args, kwargs: ((recorder.take(index, "attention", args[0], 2),), kwargs),
@@ -235,15 +233,12 @@ def _hook_transformers_layer(recorder: _Recorder, index: int, layer: Any) -> Non
     recorder.hook(layer.mlp, after=lambda m, a, out: recorder.take(index, "experts", out, 2))
 
 
-def _per_head(recorder: _Recorder, index: int, name: str, out: torch.Tensor) -> torch.Tensor:
-    return recorder.take(index, name, out, 2)
-
-
 def _watch_rotary(recorder: _Recorder, text: Any) -> Callable[[], None]:
     """Record what the attention interface is given: q and k after rotation. Returns the undo."""
+    from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    from vllm_omni.hf_numerics.trainer.attention import attention_forward
+    from vllm_omni.hf_numerics.trainer.attention import attention_forward, no_mask
 
     def recording(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         index = module.layer_idx
@@ -254,17 +249,9 @@ def _watch_rotary(recorder: _Recorder, text: Any) -> Callable[[], None]:
     name = "hf_numerics_recording"
     before = text.config._attn_implementation_internal
     AttentionInterface.register(name, recording)
-    _register_mask(name)
+    AttentionMaskInterface.register(name, no_mask)
     text.config._attn_implementation_internal = name
     return lambda: setattr(text.config, "_attn_implementation_internal", before)
-
-
-def _register_mask(name: str) -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-
-    from vllm_omni.hf_numerics.trainer.attention import no_mask
-
-    AttentionMaskInterface.register(name, no_mask)
 
 
 @torch.no_grad()

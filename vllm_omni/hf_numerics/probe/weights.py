@@ -22,7 +22,8 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: any shape and strides, 1, 2 or 4 bytes an element; read in row-major order.
     """
-    flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # FSDP2's DTensor: a collective
+    flat = whole.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].long()
@@ -32,12 +33,22 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def transformers_checksums(thinker: Any) -> dict[str, int]:
-    """By transformers' parameter name, for text model and LM head."""
-    return {
+    """By transformers' parameter name, for text model and LM head.
+
+    Args:
+        thinker: transformers' thinker, or a model that has one as ``.thinker``; sharded with FSDP2, every rank calls.
+
+    Raises:
+        ValueError: a model without such weights.
+    """
+    sums = {
         name: checksum(parameter)
-        for name, parameter in thinker.named_parameters()
+        for name, parameter in getattr(thinker, "thinker", thinker).named_parameters()
         if name.startswith(("model.", "lm_head."))
     }
+    if not sums:
+        raise ValueError(f"needed a transformers thinker; got {type(thinker).__name__} without its weights")
+    return sums
 
 
 def _vllm_weights(thinker: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,12 +2,14 @@
 """Make a transformers Qwen3-Omni thinker compute what the rollout computed."""
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from vllm_omni.hf_numerics import versions
@@ -41,7 +43,9 @@ def _linear_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    """The GEMM that the rollout's `route` op makes on this device, then transformers' formula."""
+    gemm = torch.ops.hf_numerics.linear if hidden_states.device.type == "cpu" else F.linear
+    logits = gemm(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     weights, ids = from_logits(logits, self.top_k, self.norm_topk_prob)
     return logits, weights, ids
 
@@ -53,15 +57,23 @@ def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
     """
     batch, length = position_ids.shape[-2:]
     positions = position_ids.expand(3, batch, length).reshape(3, batch * length)
-    cos, sin = cos_sin(positions, getattr(self, _EXACT_INV_FREQ).to(x.device), self.mrope_section, x.dtype)
+    inv_freq = getattr(self, _EXACT_INV_FREQ)
+    if inv_freq.device != x.device:
+        inv_freq = inv_freq.to(x.device)
+        setattr(self, _EXACT_INV_FREQ, inv_freq)
+    cos, sin = cos_sin(positions, inv_freq, self.mrope_section, x.dtype)
     return cos.view(batch, length, -1), sin.view(batch, length, -1)
 
 
-def _with_layout(text_model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _with_layout(
+    handle: Alignment, text_model: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the text model: find the batch's sequences once, for every layer."""
     names = list(inspect.signature(type(text_model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    if tokens.device.type == "cuda":
+        handle.hold_overrides()  # here and not in align: the model may have been moved, or sharded with offload
     weights = text_model.embed_tokens.weight.dtype
     if torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type) != weights:
         raise ValueError(
@@ -102,28 +114,37 @@ def _exact_rotary(handle: Alignment, rotary: Any) -> None:
     """Elementwise angles; and the CPU's frequencies where the buffer holds others (built on a GPU, or cast)."""
     config = rotary.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    exact = default_inv_freq(head_dim, config.rope_parameters["rope_theta"]).to(rotary.inv_freq.device)
+    exact = default_inv_freq(head_dim, config.rope_parameters["rope_theta"])
     handle.set(rotary, _EXACT_INV_FREQ, exact)
-    if rotary.inv_freq.dtype != exact.dtype or not torch.equal(rotary.inv_freq, exact):
-        handle.set(rotary, "inv_freq", exact.clone(), "rotary_emb.inv_freq repaired")
+    held = rotary.inv_freq
+    if held.device.type != "meta" and (held.dtype != exact.dtype or not torch.equal(held, exact.to(held.device))):
+        handle.set(rotary, "inv_freq", exact.to(held.device, copy=True), "rotary_emb.inv_freq repaired")
     _set_forward(handle, rotary, _rotary_forward)
 
 
 def _apply(handle: Alignment, thinker: Any) -> None:
-    text, device = thinker.model, thinker.lm_head.weight.device
+    text = thinker.model
+    adapted = next((name for name, module in thinker.named_modules() if hasattr(module, "lora_A")), None)
+    if adapted is not None:
+        raise ValueError(
+            f"needed plain weights; got a LoRA adapter at {adapted}; merge it, as the rollout must have too"
+        )
     handle.set(thinker, _HANDLE, handle)
-    if device.type == "cuda":
+    if thinker.lm_head.weight.device.type == "cuda":
         handle.hold_overrides()
     register_attention()
     register_experts()
     _set_implementations(handle, text)
     _exact_rotary(handle, text.rotary_emb)
-    handle.add_hook(text.register_forward_pre_hook(_with_layout, with_kwargs=True), "sequence layout hook")
+    handle.add_hook(
+        text.register_forward_pre_hook(functools.partial(_with_layout, handle), with_kwargs=True),
+        "sequence layout hook",
+    )
     routers = {id(layer.mlp.gate) for layer in text.layers}
     for module in (*text.modules(), thinker.lm_head):
         if isinstance(module, nn.Linear):
             _set_forward(handle, module, _linear_forward)
-        elif id(module) in routers and device.type == "cpu":
+        elif id(module) in routers:
             _set_forward(handle, module, _router_forward)
 
 
@@ -143,7 +164,9 @@ def align(model: nn.Module) -> Alignment:
 
     Raises:
         TypeError: another model.
-        RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1``.
+        ValueError: a model with LoRA adapters.
+        RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1`` (for a model that is
+            moved there later, at its first forward).
     """
     thinker = _thinker_of(model)
     handle = vars(thinker).get(_HANDLE)

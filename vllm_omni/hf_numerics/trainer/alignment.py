@@ -49,7 +49,9 @@ class Alignment:
         self.changes.append(change)
 
     def hold_overrides(self) -> None:
-        """Keep vLLM's batch-invariant overrides installed until `undo`."""
+        """Keep vLLM's batch-invariant overrides installed until `undo`. Idempotent."""
+        if self._holds_overrides:
+            return
         batch_invariance.acquire()
         self._holds_overrides = True
         self.changes.append("vLLM's batch-invariant aten overrides, for the process")

@@ -53,10 +53,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *differentiable, ids = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:5]  # frozen experts need no gradient of their weights
         with torch.enable_grad():
-            hidden, gate_up, down, weights = leaves = [x.detach().requires_grad_() for x in differentiable]
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(differentiable, wanted, strict=True)]
+            hidden, gate_up, down, weights = leaves
             out = _grouped_mm(ctx.module, hidden, gate_up, down, weights, ids)
-        return None, *torch.autograd.grad(out, leaves, grad), None
+        gradients = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
+        return None, *(next(gradients) if need else None for need in wanted), None
 
 
 def experts_forward(
