@@ -63,3 +63,12 @@ def test_gate(folder):
     result = json.loads((folder / "gate.json").read_text())
     assert result["passed"] and result["compared"] >= 600 and result["differing"] == 0 and result["rounds"] >= 2
     assert result["fingerprint"]["exact"]
+
+
+def test_locate_names_the_experts_of_the_control(folder):
+    arguments = ("locate", "--record", "rollout.json", "--request", "1", "--cache", "cache", "--json", "where.json")
+    done = _command(folder, *arguments, "--numerics", "aligned_grouped_mm")
+    assert done.returncode == options.DIFFERENT, done.stdout + done.stderr[-3000:]
+    first = json.loads((folder / "where.json").read_text())["first"]
+    assert (first["layer"], first["op"]) == (0, "experts")
+    assert "FIRST DIFFERENCE: layer 0, experts" in done.stdout

@@ -8,7 +8,7 @@ Contract: ``causal_attention(q, k, v, scale) -> out``
 * scores, softmax and the weighted sum in float32, in the order of `arithmetic.tree_sum`; **one rounding to q.dtype**.
   A token has the same bits in a prefill, in any chunk of one, and decoded alone: later keys are masked to zero terms,
   which such a sum does not see.
-* A new contiguous ``[Tq, Hq, D]`` tensor. Differentiable through `Autograd` (trainer side) by recomputation.
+* A new contiguous ``[Tq, Hq, D]`` tensor. No autograd formula: ``trainer/attention.py`` has one.
 
 On CUDA this op is not used: there both sides run vLLM's FlashAttention 3 with one split.
 """
