@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from vllm_omni.hf_numerics.probe.tokenizer import write_tokenizer
+
 __all__ = [
     "PRESETS",
     "Preset",
@@ -63,6 +65,8 @@ _DEEPSTACK_LEVELS = [0, 1, 2]  # of the vision tower, hence three deepstack leve
 _HEAD_GAIN = 4.0
 # Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
 _NORM_SPREAD = 0.1
+# Counts changes of the tokenizer that is written beside the weights.
+_TOKENIZER = 1
 
 
 def _text_config(preset: Preset) -> dict[str, Any]:
@@ -183,7 +187,9 @@ def _model_config(preset: Preset, dtype: str) -> Any:
 
 
 def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Path:
-    """Write the checkpoint into a subfolder of ``folder`` named after its content, unless it is there; returns it.
+    """Write checkpoint and tokenizer into a subfolder of ``folder`` named after its content, unless it is there.
+
+    Returns the subfolder.
 
     Args:
         preset: the sizes.
@@ -194,7 +200,7 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     identity = json.dumps(
-        [asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD], sort_keys=True
+        [asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _TOKENIZER], sort_keys=True
     )
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():
@@ -210,6 +216,7 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
         model.save_pretrained(writing)
     else:
         config.save_pretrained(writing)
+    write_tokenizer(writing, preset.vocabulary, config.thinker_config.audio_token_id)
     try:
         writing.rename(target)  # whole or not at all
     except OSError:  # another process was first: its checkpoint is the same
