@@ -2,15 +2,15 @@
 """Entry point of the ``hf-numerics`` command. Standard library only.
 
 Importing anything below ``vllm_omni`` runs upstream's ``__init__``, which imports torch and vLLM: seconds, and a
-traceback where one of them is broken. `env` must say what is broken, and `compare` and `report` need neither, so for
-these the parent package is stood in for by an empty one with the same path. It is outside ``vllm_omni`` for that
-reason alone; ``python -m vllm_omni.hf_numerics.probe.cli`` is the same command without the short cut.
+traceback where one of them is broken. `env` must say what is broken, and `compare`, `report` and `deploy` need
+neither, so for these the parent package is stood in for by an empty one with the same path. It is outside
+``vllm_omni`` for that reason alone; ``python -m vllm_omni.hf_numerics.probe.cli`` is the same without the short cut.
 """
 
 import importlib.util
 import sys
 
-_WITHOUT_UPSTREAM = ("env", "compare", "report", "-h", "--help", "--version")
+_WITHOUT_UPSTREAM = ("env", "compare", "report", "deploy", "-h", "--help", "--version")
 
 
 def _stand_in_for_upstream() -> None:

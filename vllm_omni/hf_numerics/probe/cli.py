@@ -9,6 +9,7 @@ from vllm_omni.hf_numerics import __version__
 from vllm_omni.hf_numerics.probe import (
     compare_command,
     demo_command,
+    deploy_command,
     env,
     gate_command,
     locate_command,
@@ -21,7 +22,7 @@ from vllm_omni.hf_numerics.probe.side import SideError
 
 __all__ = ["build_parser", "main"]
 
-_COMMANDS = (demo_command, record_command, compare_command, locate_command, report, gate_command, env)
+_COMMANDS = (demo_command, record_command, compare_command, locate_command, report, gate_command, deploy_command, env)
 
 
 def build_parser() -> argparse.ArgumentParser:
