@@ -36,7 +36,7 @@ def test_two_ranks_on_the_cpu(tmp_path):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.cards_2)])
 def test_ranks_on_cuda(tmp_path, world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices; there are {torch.cuda.device_count()}")
