@@ -44,7 +44,7 @@ def test_wheel_holds_the_subpackage_and_the_command_alone(wheel):
 
 
 def test_wheel_holds_every_file_of_the_package(wheel):
-    """Modules and data: a deploy file or ``py.typed`` that setup.py does not list would be missing where it is needed."""
+    """Modules and data: a deploy file that setup.py does not list would be missing where it is needed."""
     package = ROOT / "vllm_omni" / "hf_numerics"
     files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert {path.relative_to(ROOT).as_posix() for path in files} <= set(_files(wheel))
