@@ -6,12 +6,18 @@ asked in test_upstream_behaviour.py and test_retirement.py.
 """
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from vllm.model_executor.models import ModelRegistry, qwen3_moe
 from vllm_omni.model_executor.models import OmniModelRegistry
 from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as upstream
 
+import vllm_omni
+from vllm_omni.hf_numerics import plugin
 from vllm_omni.hf_numerics.models.qwen3_omni_thinker import HFNumericsTextModel
 from vllm_omni.hf_numerics.plugin import ARCHITECTURE
 
@@ -89,3 +95,23 @@ def test_no_argument_takes_the_class_yet(constructor, known, substitution):
     assert new == [], (
         f"upstream has new arguments {new}: where one takes the class, remove the substitution {substitution}"
     )
+
+
+def test_folder_works_inside_upstreams_package(tmp_path):
+    """As it would lie in a checkout: one package, nothing installed beside it."""
+    package = tmp_path / "vllm_omni"
+    package.mkdir()
+    for entry in Path(vllm_omni.__file__).parent.iterdir():
+        if entry.name not in ("hf_numerics", "__pycache__"):
+            (package / entry.name).symlink_to(entry)
+    (package / "hf_numerics").symlink_to(Path(plugin.__file__).parent)
+    code = (
+        "import vllm_omni; from vllm_omni.hf_numerics import plugin; plugin.register(); assert plugin.is_registered(); "
+        "print(vllm_omni.__file__, plugin.__file__)"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = [str(package / "__init__.py"), str(package / "hf_numerics" / "plugin.py")]
+    assert done.stdout.splitlines()[-1].split() == wanted
