@@ -45,7 +45,8 @@ def deploy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resolve(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """``resolve(entry, *options, **keywords)``: engine arguments of each stage, as ``entry`` would build them.
 
-    ``entry`` is "vllm-omni serve" (options are its command line), "Omni" or "AsyncOmni" (keywords are Python's).
+    ``entry`` is "vllm-omni serve" (options are its command line), "Omni" or "AsyncOmni" (keywords are Python's), or a
+    function that starts one of them.
     """
     from vllm_omni.engine import stage_init_utils
     from vllm_omni.engine.omni_engine_base import OmniEngineBase
@@ -66,9 +67,11 @@ def resolve(model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[d
 
     monkeypatch.setattr(OmniEngineBase, "_resolve_stage_configs", stop)
 
-    def run(entry: str, *options: str, **keywords: Any) -> list[dict[str, Any]]:
+    def run(entry: str | Callable[[], Any], *options: str, **keywords: Any) -> list[dict[str, Any]]:
         with pytest.raises(_Resolved) as resolved:
-            if entry == "vllm-omni serve":
+            if callable(entry):
+                entry()
+            elif entry == "vllm-omni serve":
                 AsyncOmni.from_cli_args(parse("serve", model, "--omni", *options))
             else:
                 {"Omni": Omni, "AsyncOmni": AsyncOmni}[entry](model=model, **keywords)

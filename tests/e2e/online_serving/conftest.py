@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,16 +40,21 @@ def server(folder: Path, checkpoint: Path) -> Iterator[OnlineServer]:
 
 
 @pytest.fixture(scope="session")
-def trainer(checkpoint: Path) -> Callable[..., list[TokenSequence]]:
+def thinker(checkpoint: Path) -> Any:
+    """transformers' thinker with the served weights."""
+    return load_model(TrainerSpec(str(checkpoint), 0, "bfloat16", "cpu"))
+
+
+@pytest.fixture(scope="session")
+def trainer(thinker: Any) -> Callable[..., list[TokenSequence]]:
     """``trainer(sequences, numerics="aligned")``: the same tokens teacher-forced through transformers."""
-    model = load_model(TrainerSpec(str(checkpoint), 0, "bfloat16", "cpu"))
 
     def run(sequences: list[TokenSequence], numerics: str = "aligned") -> list[TokenSequence]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so small a model only waits for its threads, and the servers need the cores
         try:
-            with set_numerics(model, numerics):
-                return recompute(model, sequences, numerics, "alone", "v1")
+            with set_numerics(thinker, numerics):
+                return recompute(thinker, sequences, numerics, "alone", "v1")
         finally:
             torch.set_num_threads(threads)
 

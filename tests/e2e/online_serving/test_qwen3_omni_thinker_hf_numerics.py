@@ -5,8 +5,10 @@ One server with the mode on serves them all; the last one stops it and starts it
 """
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -94,6 +96,22 @@ def test_json_carries_every_bit(server, trainer):
     assert [bits_of(float(f"{float(numeral):.7g}")) for numeral in numerals] != bits
     [recomputed] = trainer([TokenSequence(TOKEN_PROMPT, choice["token_ids"], bits)])
     assert recomputed.logprob_bits == bits
+
+
+def test_snippets_of_the_serving_page(server, thinker):
+    """A client's and a trainer's, as they are on the page but for the server's address and model."""
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    client, trainer = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "openai.OpenAI" in block or "token_logprobs(" in block
+    )
+    client = client.replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3-Omni-30B-A3B-Instruct", MODEL)
+    names = {"prompt_token_ids": TOKEN_PROMPT, "thinker": thinker}
+    exec(client, names)
+    exec(trainer, names)
+    assert names["bits"] == [bits_of(value) for value in names["logprobs"].tolist()]
+    assert len(names["bits"]) > 0
 
 
 def test_eight_digits_lose_bits_of_some_float32():
