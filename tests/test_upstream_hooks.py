@@ -41,10 +41,11 @@ def test_architecture_is_upstreams():
 @pytest.mark.parametrize(
     "owner, module, name",
     [
+        (qwen3_moe.Qwen3MoeDecoderLayer, qwen3_moe, "Qwen3MoeAttention"),
         (qwen3_moe.Qwen3MoeDecoderLayer, qwen3_moe, "Qwen3MoeSparseMoeBlock"),
         (upstream.Qwen3MoeLLMForCausalLM, upstream, "Qwen3MoeLLMModel"),
     ],
-    ids=["MoE block", "text model"],
+    ids=["attention", "MoE block", "text model"],
 )
 def test_constructor_still_reads_the_global_that_is_substituted(owner, module, name):
     """A constructor that stopped reading it would build the stock class under a flag that looks set."""
@@ -80,15 +81,15 @@ def test_forward_of_the_text_model_has_upstreams_arguments():
         (
             qwen3_moe.Qwen3MoeDecoderLayer.__init__,
             ["self", "vllm_config", "prefix", "is_fused_checkpoint_transposed", "mrope_positions_factor"],
-            "of the MoE block in layers/decoder_layer.py",
+            "in layers/decoder_layer.py",
         ),
         (
             upstream.Qwen3MoeLLMForCausalLM.__init__,
             ["self", "vllm_config", "prefix"],
-            "of the text model in models/qwen3_omni_thinker.py",
+            "in models/qwen3_omni_thinker.py",
         ),
     ],
-    ids=["MoE block", "text model"],
+    ids=["decoder layer", "text model"],
 )
 def test_no_argument_takes_the_class_yet(constructor, known, substitution):
     new = [name for name in _parameters(constructor) if name not in known]
