@@ -3,6 +3,7 @@
 
 import importlib.util
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from vllm_omni.hf_numerics import __version__, config, versions
+from vllm_omni.hf_numerics.probe.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -82,6 +84,39 @@ def test_links_work_in_the_repository(page):
 )
 def test_links_are_rewritten_for_the_site(target, page, expected):
     assert _script("links").resolve(target, page) == expected
+
+
+def _commands(path: str) -> list[str]:
+    """The lines of a page's console blocks that begin with a prompt, continued lines joined, comments cut."""
+    blocks = re.findall(r"^```console\n(.*?)^```", _read(path), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
+    return [re.sub(r"\s+#.*", "", line.removeprefix("$ ")) for line in lines if line.startswith("$ ")]
+
+
+COMMANDS = sorted(
+    {c for path in ("README.md", "CONTRIBUTING.md", *(f"docs/{p}" for p in PAGES)) for c in _commands(path)}
+)
+# Programs whose commands are parsed or run elsewhere: test_serving_page.py, Makefile, .ci/run.
+KNOWN = ("hf-numerics", "make", "python", "pip", "export", "vllm", "vllm-omni")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_on_a_page_is_one_that_works(command):
+    """Parsed by the program it calls, or the same as one that another test runs; every path that it names exists."""
+    words = shlex.split(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
+    assert words[0] in KNOWN
+    if words[0] == "hf-numerics":
+        assert callable(build_parser().parse_args(words[1:]).run)
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", _read("Makefile"), re.MULTILINE)
+    elif words[0] in ("vllm", "vllm-omni"):
+        assert command in _commands("docs/serving.md")
+    elif words[0] == "export":
+        assert words[1:] == [f"{versions.ALLOW_UNTESTED}=1"]
+    paths = [
+        word for word in words if re.match(r"^(tests|docs|requirements|\.buildkite)/", word) and "NAME" not in word
+    ]
+    assert all((ROOT / path).exists() for path in paths)
 
 
 def test_versions_on_the_pages_are_the_tested_ones():
