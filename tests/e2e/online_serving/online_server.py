@@ -67,10 +67,12 @@ class OnlineServer:
         arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "64"]
         arguments += ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}']
         arguments += ["--gpu-memory-utilization", "0.2", "--host", "127.0.0.1", "--port", str(self.port), *options]
+        variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        variables.pop("VLLM_BATCH_INVARIANT", None)  # vLLM refuses it on the CPU
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH.format(module=module), *arguments],
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},
+                env=variables,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
