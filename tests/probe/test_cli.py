@@ -10,7 +10,7 @@ import pytest
 from vllm_omni.hf_numerics.probe import cli, options
 from vllm_omni.hf_numerics.probe.cli import build_parser, main
 
-COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "deploy", "env")
+COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "matrix", "deploy", "env")
 
 
 def test_commands_are_these():

@@ -63,6 +63,8 @@ class EngineFacts:
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
     shared_expert_size: int = 0
+    tied_thinker: bool = False
+    tied_text: bool = False
     versions: Mapping[str, str | None] = field(default_factory=versions.installed_versions)
     native_mode: str | None = None
 
@@ -101,6 +103,8 @@ class EngineFacts:
             decoder_sparse_step=text.decoder_sparse_step,
             mlp_only_layers=tuple(text.mlp_only_layers or ()),
             shared_expert_size=getattr(text, "shared_expert_intermediate_size", 0) or 0,
+            tied_thinker=bool(getattr(hf_config, "tie_word_embeddings", False)),
+            tied_text=bool(getattr(text, "tie_word_embeddings", False)),
             native_mode=native_mode(),
         )
 
@@ -186,6 +190,12 @@ def _model_refusals(facts: EngineFacts) -> list[str]:
     if facts.shared_expert_size:
         found.append(
             f"needed no shared expert; got shared_expert_intermediate_size={facts.shared_expert_size}; not covered"
+        )
+    if facts.tied_thinker != facts.tied_text:
+        # transformers reads the thinker's, vLLM the text model's: one side would tie its LM head and the other not.
+        found.append(
+            f"needed one tie_word_embeddings for thinker and text model; got {facts.tied_thinker} and "
+            f"{facts.tied_text}; set both in the checkpoint's config"
         )
     return found
 

@@ -17,12 +17,23 @@ from vllm_omni.hf_numerics.probe import (
     record_command,
     report,
 )
+from vllm_omni.hf_numerics.probe.matrix import command as matrix_command
 from vllm_omni.hf_numerics.probe.records import RecordError
 from vllm_omni.hf_numerics.probe.side import SideError
 
 __all__ = ["build_parser", "main"]
 
-_COMMANDS = (demo_command, record_command, compare_command, locate_command, report, gate_command, deploy_command, env)
+_COMMANDS = (
+    demo_command,
+    record_command,
+    compare_command,
+    locate_command,
+    report,
+    gate_command,
+    matrix_command,
+    deploy_command,
+    env,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

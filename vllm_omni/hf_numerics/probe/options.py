@@ -19,6 +19,7 @@ __all__ = [
     "add_preset",
     "add_seed",
     "check_targets",
+    "json_object",
     "positive",
     "recorded_command",
     "resolve_device",
@@ -81,11 +82,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_seed(parser)
     add_device(parser)
     parser.add_argument(
-        "--engine", type=_json_object, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
+        "--engine", type=json_object, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
     )
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, for argparse."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"needed a JSON object; got {text}")

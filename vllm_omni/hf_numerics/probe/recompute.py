@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer side of the probe: a rollout's tokens teacher-forced through transformers. Runs as a `side.Side`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,17 @@ from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence, bits_of
 from vllm_omni.hf_numerics.probe.side import serve
 
-__all__ = ["LAYOUTS", "MODULE", "NUMERICS", "TrainerSpec", "load_model", "recompute", "set_numerics"]
+__all__ = [
+    "LAYOUTS",
+    "MODULE",
+    "NUMERICS",
+    "Trainer",
+    "TrainerSpec",
+    "draw_weights",
+    "load_model",
+    "recompute",
+    "set_numerics",
+]
 
 MODULE = "vllm_omni.hf_numerics.probe.recompute"
 
@@ -53,12 +63,17 @@ def load_model(spec: TrainerSpec) -> Any:
     config = AutoConfig.from_pretrained(spec.checkpoint).thinker_config
     with torch.device(spec.device):
         model = Thinker._from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith(("model.", "lm_head.")):
-                value = seeded_tensor(f"thinker.{name}", tuple(parameter.shape), spec.seed, spec.device, dtype)
-                parameter.copy_(value)
+    draw_weights(model, spec.seed)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: Any, seed: int) -> None:
+    """Give every text weight its value of a seed (`checkpoint.seeded_tensor`), drawn on the model's own device."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(("model.", "lm_head.")):
+            device = parameter.device.type
+            parameter.copy_(seeded_tensor(f"thinker.{name}", tuple(parameter.shape), seed, device, parameter.dtype))
 
 
 @contextmanager
@@ -75,14 +90,27 @@ def set_numerics(model: Any, kind: str) -> Iterator[None]:
         yield
 
 
-def _logprobs(logits: torch.Tensor, token_ids: list[int], kind: str, model_runner: str) -> list[int]:
+def _temperature(semantics: Mapping[str, Any]) -> float:
+    """Of the log-probs that the trainer can form: vLLM's raw ones ignore the request's, processed ones divide by it.
+
+    What else a request processes (top-p, penalties, ...) the trainer does not: its record says so, and `compare`
+    reports that the semantics differ.
+    """
+    value = semantics.get("temperature")
+    processed = semantics.get("logprobs_mode") == "processed_logprobs"
+    return float(value) if processed and isinstance(value, (int, float)) and value > 0 else 1.0
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: list[int], kind: str, model_runner: str, temperature: float
+) -> list[int]:
     from vllm_omni.hf_numerics.trainer import token_logprobs
 
     ids = torch.tensor(token_ids, device=logits.device)
     if kind == "plain":
-        values = F.log_softmax(logits.float(), dim=-1).gather(-1, ids[:, None])[:, 0]
+        values = F.log_softmax(logits.float() / temperature, dim=-1).gather(-1, ids[:, None])[:, 0]
     else:
-        values = token_logprobs(logits, ids, model_runner=model_runner)
+        values = token_logprobs(logits, ids, temperature, model_runner)
     return [bits_of(value) for value in values.tolist()]
 
 
@@ -102,7 +130,7 @@ def _groups(sequences: list[TokenSequence], layout: str) -> Iterator[list[TokenS
 
 @torch.no_grad()
 def recompute(
-    model: Any, sequences: list[TokenSequence], kind: str, layout: str, model_runner: str
+    model: Any, sequences: list[TokenSequence], kind: str, layout: str, model_runner: str, temperature: float = 1.0
 ) -> list[TokenSequence]:
     """Teacher-force the sequences.
 
@@ -112,6 +140,7 @@ def recompute(
         kind: one of `NUMERICS`; the caller has set it up.
         layout: "alone" (a forward for each) or "packed" (rows of up to 8192 tokens).
         model_runner: whose sampler's formula, "v1" or "v2".
+        temperature: that the logits are divided by; not 1 for vLLM's ``processed_logprobs`` alone.
     """
     device = model.lm_head.weight.device
     results = []
@@ -125,13 +154,13 @@ def recompute(
             # The logits at a token's position are the distribution of the next one.
             first = start + len(sequence.prompt_token_ids) - 1
             own = logits[first : start + len(tokens) - 1]
-            bits = _logprobs(own, sequence.token_ids, kind, model_runner)
+            bits = _logprobs(own, sequence.token_ids, kind, model_runner, temperature)
             results.append(TokenSequence(sequence.prompt_token_ids, sequence.token_ids, bits))
             start += len(tokens)
     return results
 
 
-class _Trainer:
+class Trainer:
     """Answers requests with one model."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -151,13 +180,15 @@ class _Trainer:
         """
         source = Record.read(Path(rollout))
         model_runner = source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
+        temperature = _temperature(source.semantics)
         with set_numerics(self.model, numerics):
-            sequences = recompute(self.model, source.sequences, numerics, layout, model_runner)
+            sequences = recompute(self.model, source.sequences, numerics, layout, model_runner, temperature)
+        mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
         Record(
             side="trainer",
             label=f"transformers {numerics}, {layout}",
             sequences=sequences,
-            semantics=RAW_SEMANTICS,
+            semantics={**RAW_SEMANTICS, "temperature": temperature, "logprobs_mode": mode},
             weights=source.weights if weights is None else weights,
             weight_checksums=self.checksums,
             environment=self.environment,
@@ -176,4 +207,4 @@ class _Trainer:
 
 
 if __name__ == "__main__":
-    serve(lambda spec: _Trainer(spec).answer)
+    serve(lambda spec: Trainer(spec).answer)

@@ -2,6 +2,7 @@
 """The rollout side of the probe: the real vLLM engine, sampling and recorded. Runs as a `side.Side`."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence, bits_of
 from vllm_omni.hf_numerics.probe.side import serve
 
-__all__ = ["MODULE", "RolloutSpec"]
+__all__ = ["MODULE", "Rollout", "RolloutSpec", "scored_sequence"]
 
 MODULE = "vllm_omni.hf_numerics.probe.rollout"
 
@@ -71,7 +72,14 @@ class RolloutSpec:
         return {**arguments, **self.engine}
 
 
-class _Rollout:
+def scored_sequence(output: Any) -> TokenSequence:
+    """A finished ``RequestOutput`` with the log-prob of each sampled token."""
+    sampled = output.outputs[0]
+    values = [entry[token].logprob for entry, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+    return TokenSequence(list(output.prompt_token_ids), list(sampled.token_ids), [bits_of(value) for value in values])
+
+
+class Rollout:
     """Answers requests with one engine."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -89,12 +97,24 @@ class _Rollout:
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         return self.engine.generate(inputs, sampling, use_tqdm=False)
 
-    def _write(self, sequences: list[TokenSequence], label: str, weights: str, out: str) -> dict[str, Any]:
+    def write(
+        self,
+        sequences: list[TokenSequence],
+        label: str,
+        weights: str,
+        out: str,
+        semantics: Mapping[str, Any] = {},
+    ) -> dict[str, Any]:
+        """Write a record to ``out``; ``semantics`` where they are others than those of temperature 1 alone."""
         record = Record(
             side="rollout",
             label=label,
             sequences=sequences,
-            semantics={**RAW_SEMANTICS, "logprobs_mode": self.engine.llm_engine.model_config.logprobs_mode},
+            semantics={
+                **RAW_SEMANTICS,
+                **semantics,
+                "logprobs_mode": self.engine.llm_engine.model_config.logprobs_mode,
+            },
             weights=weights,
             weight_checksums=self.engine.collective_rpc("hf_numerics_weight_checksums")[0],
             environment=self.environment,
@@ -128,13 +148,8 @@ class _Rollout:
             SamplingParams(max_tokens=count, seed=seed, **common)
             for count, seed in zip(max_tokens, seeds or itertools.repeat(None, len(prompts)), strict=True)
         ]
-        sequences = []
-        for output in self._generate(prompts, sampling):
-            sampled = output.outputs[0]
-            values = [entry[token].logprob for entry, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
-            bits = [bits_of(value) for value in values]
-            sequences.append(TokenSequence(list(output.prompt_token_ids), list(sampled.token_ids), bits))
-        return self._write(sequences, self.spec.label, weights, out)
+        sequences = [scored_sequence(output) for output in self._generate(prompts, sampling)]
+        return self.write(sequences, self.spec.label, weights, out)
 
     def rescore(self, rollout: str, out: str) -> dict[str, Any]:
         """Let the engine score a record's tokens as prompts, one sequence at a time, and write that to ``out``."""
@@ -149,7 +164,7 @@ class _Rollout:
             values = [entry[token].logprob for entry, token in zip(scores, sequence.token_ids, strict=True)]
             bits = [bits_of(value) for value in values]
             sequences.append(TokenSequence(sequence.prompt_token_ids, sequence.token_ids, bits))
-        return self._write(sequences, f"{self.spec.label}, as prompts", source.weights, out)
+        return self.write(sequences, f"{self.spec.label}, as prompts", source.weights, out)
 
     def capture(
         self, prompts: list[list[int]], out: str, inject: dict[str, Any] | None = None, cached: bool = False
@@ -185,4 +200,4 @@ class _Rollout:
 
 
 if __name__ == "__main__":
-    serve(lambda spec: _Rollout(spec).answer)
+    serve(lambda spec: Rollout(spec).answer)

@@ -67,7 +67,9 @@ def _vllm_weights(thinker: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{prefix}.input_layernorm.weight", layer.input_layernorm.weight
         yield f"{prefix}.post_attention_layernorm.weight", layer.post_attention_layernorm.weight
     yield "model.norm.weight", text.norm.weight
-    yield "lm_head.weight", thinker.language_model.lm_head.weight[:vocabulary]
+    head = thinker.language_model.lm_head.weight
+    if head is not text.embed_tokens.weight:  # tied: one tensor, which transformers too names once
+        yield "lm_head.weight", head[:vocabulary]
 
 
 def vllm_checksums(thinker: Any) -> dict[str, int]:

@@ -45,6 +45,58 @@ class ProbeWorkerExtension:
         assert sizes is not None
         return len(model.load_weights(seeded_weights(text_weight_shapes(sizes), seed, device, self.model_config.dtype)))
 
+    def hf_numerics_update_weights(self, shapes: list[tuple[str, list[int]]], seed: int, bucket: int) -> int:
+        """Load weights of a seed into the running model, ``bucket`` tensors a ``load_weights`` call (0: all in one).
+
+        Args:
+            shapes: name and shape of each tensor, named as in a checkpoint, in the order to send them.
+            seed: of the values (`checkpoint.seeded_tensor`), drawn on the worker's device.
+            bucket: tensors of a call, as weight-sync code sends them.
+
+        Returns:
+            The number of calls.
+        """
+        from vllm_omni.hf_numerics.probe.checkpoint import seeded_weights
+
+        model: Any = self.get_model()
+        device = str(next(model.parameters()).device)
+        size = bucket or len(shapes)
+        parts = [shapes[start : start + size] for start in range(0, len(shapes), size)]
+        for part in parts:
+            named = [(name, tuple(shape)) for name, shape in part]
+            model.load_weights(seeded_weights(named, seed, device, self.model_config.dtype))
+        return len(parts)
+
+    def hf_numerics_load_shared(self, handles: str) -> int:
+        """Load the tensors behind CUDA IPC handles (`matrix.trainer.MatrixTrainer.share`); returns how many."""
+        import base64
+        import pickle
+
+        model: Any = self.get_model()
+        named = pickle.loads(base64.b64decode(handles))
+        model.load_weights((name, rebuild(*arguments)) for name, (rebuild, arguments) in named)
+        return len(named)
+
+    def hf_numerics_storage(self) -> dict[str, int]:
+        """Address of every parameter and buffer of the thinker: a captured graph reads these."""
+        thinker = _thinker_of(self.get_model())
+        return {name: tensor.data_ptr() for name, tensor in [*thinker.named_parameters(), *thinker.named_buffers()]}
+
+    def hf_numerics_fill_memory(self, keep_bytes: int) -> int:
+        """Write ones into every bit of the device's free memory but ``keep_bytes``, and free it again.
+
+        What sleep mode gave away is then NaN, as it would be after another program used it. Returns the bytes written.
+        """
+        import torch
+
+        free = torch.cuda.mem_get_info()[0] - keep_bytes
+        filler = torch.full((max(free, 0),), 255, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        written = filler.numel()
+        del filler
+        torch.cuda.empty_cache()
+        return written
+
     def hf_numerics_capture_start(self, inject: dict[str, Any] | None) -> None:
         """Begin to record what every op of the thinker gives; ``inject`` perturbs one of them."""
         from vllm_omni.hf_numerics.probe.taps import VllmCapture

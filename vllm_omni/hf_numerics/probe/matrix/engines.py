@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constructions of an engine that the matrix runs: few, because each takes tens of seconds to start.
+
+Independent choices ride together (a small budget with a small KV cache with spawned workers, say): a row must be exact
+under all of them at once, which is more than each alone.
+"""
+
+from typing import Any
+
+from vllm_omni.hf_numerics.probe.matrix.rows import Engine
+
+__all__ = ["ENGINES", "arguments_for"]
+
+_COMMON: dict[str, Any] = {
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 64,
+    "disable_log_stats": False,  # preemptions are read from the statistics
+}
+# Both sides, and in one row two engines, share the device.
+_GPU_MEMORY = 0.2
+_SIZES = [1, 2, 4, 8, 64]
+_CUDA = ("cuda",)
+
+
+def _workers(method: str) -> dict[str, str]:
+    """The engine and its worker in a process of their own, started like this."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": method}
+
+
+def _graphs(mode: str, **compilation: Any) -> dict[str, Any]:
+    return {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": _SIZES, **compilation}}
+
+
+def _cached(name: str, hf_numerics: bool) -> Engine:
+    """One of three engines that compile into the same folder, which is the run's own."""
+    return Engine(name, {"max_num_seqs": 8}, "graphs", {"VLLM_CACHE_ROOT": "compile-cache"}, hf_numerics=hf_numerics)
+
+
+_ALL = (
+    Engine("base", {"async_scheduling": True}),
+    Engine(
+        "tight",
+        {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 14, "max_model_len": 384, "max_num_seqs": 16},
+        environment=_workers("spawn"),
+    ),
+    Engine(
+        "serial",
+        {"max_num_seqs": 1, "async_scheduling": False, "logprobs_mode": "processed_logprobs"},
+        environment=_workers("fork"),
+    ),
+    Engine("tied", {"max_num_batched_tokens": 33, "max_num_seqs": 8}, checkpoint="tied"),
+    Engine("two", {"max_num_seqs": 8}),
+    Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
+    Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
+    Engine("piecewise", _graphs("PIECEWISE", custom_ops=["none"]), "graphs", devices=_CUDA),
+    Engine("full", _graphs("FULL", custom_ops=["all"]), "graphs", devices=_CUDA),
+    _cached("cache-off", False),
+    _cached("cache-on", True),
+    _cached("cache-off-again", False),
+)
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ALL}
+
+
+def arguments_for(engine: Engine, device: str) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for an engine of the matrix."""
+    memory = {} if device == "cpu" else {"gpu_memory_utilization": _GPU_MEMORY}
+    return {**_COMMON, **memory, **engine.arguments}

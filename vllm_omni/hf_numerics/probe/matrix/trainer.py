@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's side of the matrix: a trainer whose weights change, and that shares them. A `side.Side`."""
+
+import base64
+import pickle
+from typing import Any
+
+from torch.multiprocessing.reductions import reduce_tensor
+
+from vllm_omni.hf_numerics.probe.recompute import Trainer, draw_weights
+from vllm_omni.hf_numerics.probe.side import serve
+from vllm_omni.hf_numerics.probe.weights import transformers_checksums
+
+__all__ = ["MODULE", "MatrixTrainer"]
+
+MODULE = "vllm_omni.hf_numerics.probe.matrix.trainer"
+
+
+class MatrixTrainer(Trainer):
+    """Answers requests with one model."""
+
+    def draw(self, seed: int) -> dict[str, Any]:
+        """Change the text weights to those of another seed, as an optimiser's step would."""
+        draw_weights(self.model, seed)
+        self.checksums = transformers_checksums(self.model)
+        return {}
+
+    def share(self) -> str:
+        """CUDA IPC handles of the text weights under their checkpoint names, for a process on the same device."""
+        named = [
+            (f"thinker.{name}", reduce_tensor(parameter.detach()))
+            for name, parameter in self.model.named_parameters()
+            if name.startswith(("model.", "lm_head."))
+        ]
+        return base64.b64encode(pickle.dumps(named)).decode("ascii")
+
+
+if __name__ == "__main__":
+    serve(lambda spec: MatrixTrainer(spec).answer)
