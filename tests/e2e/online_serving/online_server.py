@@ -98,6 +98,10 @@ class OnlineServer:
             time.sleep(0.5)
         return self
 
+    def wait_until_it_ends(self) -> int:
+        """Its exit code, where it must not come up."""
+        return self._process.wait(timeout=START_SECONDS)
+
     def metric(self, name: str) -> float:
         """Sum of a counter or gauge of ``/metrics`` over its labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()

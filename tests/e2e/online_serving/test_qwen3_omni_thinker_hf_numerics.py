@@ -174,6 +174,13 @@ def test_aborted_requests_leave_the_server_healthy_and_exact(server, assert_exac
     assert_exact([neighbour, complete(server.client, TOKEN_PROMPT, tokens)], tokens)
 
 
+def test_server_with_a_switch_that_is_text_does_not_start(folder, checkpoint):
+    """``True`` in the dotted form is no JSON: neither on nor off, and never a server that runs the stock thinker."""
+    with OnlineServer(checkpoint, folder / "text.log", "--additional-config.hf_numerics", "True") as refused:
+        assert refused.wait_until_it_ends() != 0
+    assert "needed true or false for additional_config.hf_numerics; got 'True' (str); set " in refused.log
+
+
 def test_restarted_server_gives_the_same_bits(server, folder, checkpoint, assert_exact, tokens):
     """On the same port, by vLLM-Omni's command and the dotted option. Keep it last: it ends the shared server."""
     before = complete(server.client, TOKEN_PROMPT, tokens, temperature=0.0)
