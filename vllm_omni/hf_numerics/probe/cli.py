@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return arguments.run(arguments)
     except (options.UsageError, RecordError, SideError, OSError) as error:
         print(f"hf-numerics {arguments.command}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"hf-numerics {arguments.command}: interrupted", file=sys.stderr)
     except Exception:  # a fault of the program is no difference: exit code 1 is kept for those
         traceback.print_exc()
     return options.UNUSABLE

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long comparison: rounds of mixed requests until enough log-probs were compared, or one differs."""
+"""A long comparison: rounds of mixed requests until enough log-probs were compared, time is up, or one differs.
+
+Rounds follow from the seed and their number, so a run that ended early is resumed, and a round that differed replayed,
+by its number. What was compared before a process died or the user interrupted is kept.
+"""
 
 import random
 import tempfile
@@ -11,9 +15,11 @@ from typing import Any
 
 from vllm_omni.hf_numerics.probe import recompute, rollout
 from vllm_omni.hf_numerics.probe.compare import Comparison, compare
+from vllm_omni.hf_numerics.probe.composition import compose
 from vllm_omni.hf_numerics.probe.environment import describe
+from vllm_omni.hf_numerics.probe.matrix import sampler as composed_rollout
 from vllm_omni.hf_numerics.probe.records import Record
-from vllm_omni.hf_numerics.probe.side import Side, environment_for
+from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
 
 __all__ = ["GateResult", "GateSpec", "round_requests", "run"]
 
@@ -24,26 +30,36 @@ class GateSpec:
 
     Attributes:
         rollout, trainer: what each side builds.
-        target: log-probs to compare.
+        target: log-probs to compare; None: as many as the time allows.
         requests: of a round; more than the engine runs at once, so that prefills arrive among decodes.
         max_prompt, max_tokens: largest prompt and largest number of tokens of a request; both are drawn uniformly.
         vocabulary: token ids are drawn below this.
         seed: of the requests.
+        minutes: after which no further round begins; None: no limit.
+        soak: rounds of random composition (`composition.compose`) in place of uniform ones.
+        first_round: number of the first round.
     """
 
     rollout: rollout.RolloutSpec
     trainer: recompute.TrainerSpec
-    target: int
+    target: int | None
     requests: int
     max_prompt: int
     max_tokens: int
     vocabulary: int
     seed: int
+    minutes: float | None = None
+    soak: bool = False
+    first_round: int = 0
 
 
 @dataclass
 class GateResult:
-    """What a gate compared. ``failed`` is the round that differed, with its comparison and its records' folder."""
+    """What a gate compared.
+
+    ``failed`` is the comparison of the round that differed; ``ended`` says what ended the run before its time, a
+    process that died or the user. ``next_round`` is the one to resume from, or the one to replay.
+    """
 
     compared: int = 0
     differing: int = 0
@@ -51,10 +67,12 @@ class GateResult:
     seconds: float = 0.0
     fingerprint: dict[str, Any] = field(default_factory=dict)
     failed: Comparison | None = None
+    ended: str | None = None
+    next_round: int = 0
 
     @property
     def passed(self) -> bool:
-        return self.compared > 0 and self.differing == 0 and self.failed is None
+        return self.compared > 0 and self.differing == 0 and self.failed is None and self.ended is None
 
     def as_dict(self, spec: GateSpec, command: str) -> dict[str, Any]:
         """As JSON data, with what ran where."""
@@ -64,6 +82,8 @@ class GateResult:
             "compared": self.compared,
             "differing": self.differing,
             "rounds": self.rounds,
+            "ended": self.ended,
+            "next_round": self.next_round,
             "seconds": round(self.seconds, 1),
             "obstacles": self.failed.obstacles if self.failed else [],
             "environment": describe(spec.rollout.device),
@@ -87,49 +107,74 @@ def round_requests(spec: GateSpec, number: int) -> tuple[list[list[int]], list[i
     return prompts, [draw.randint(1, spec.max_tokens) for _ in range(spec.requests)]
 
 
+def _sample_request(spec: GateSpec, number: int) -> dict[str, Any]:
+    """What to ask of the rollout for a round."""
+    if not spec.soak:
+        prompts, tokens = round_requests(spec, number)
+        return {"do": "sample", "prompts": prompts, "max_tokens": tokens}
+    seeded = spec.rollout.device == "cuda"
+    sizes = (spec.requests, spec.max_prompt, spec.max_tokens, spec.vocabulary)
+    return {"do": "generate", **asdict(compose(spec.seed, number, *sizes, seeded))}
+
+
+def _goes_on(spec: GateSpec, result: GateResult, started: float) -> bool:
+    if result.failed is not None or (spec.target is not None and result.compared >= spec.target):
+        return False
+    return spec.minutes is None or time.monotonic() - started < 60 * spec.minutes
+
+
+def _run_round(spec: GateSpec, result: GateResult, sampler: Side, trainer: Side, files: dict[str, Path]) -> None:
+    number = result.next_round
+    weights = f"{Path(spec.rollout.checkpoint).name} seed {spec.rollout.seed}"
+    sampler.call(**_sample_request(spec, number), out=str(files["rollout"]), weights=weights)
+    layout = recompute.LAYOUTS[number % len(recompute.LAYOUTS)]
+    trainer.call(
+        do="recompute", rollout=str(files["rollout"]), out=str(files["trainer"]), numerics="aligned", layout=layout
+    )
+    record = Record.read(files["rollout"])
+    outcome = compare(record, Record.read(files["trainer"]))
+    result.rounds += 1
+    result.compared += outcome.compared
+    result.differing += outcome.differing
+    result.fingerprint = record.fingerprint
+    if outcome.equal:
+        result.next_round += 1
+    else:
+        result.failed = outcome
+
+
 def run(spec: GateSpec, progress: Callable[[int], Any], keep: Path | None = None) -> GateResult:
-    """Run rounds until the target is reached or a log-prob differs; rounds alternate alone and packed trainer batches.
+    """Run rounds until the target is reached, time is up, or a log-prob differs; the trainer packs every other round.
 
     Args:
         spec: the gate.
         progress: called with the number of log-probs compared so far.
         keep: folder for the records of a round that differs, and for the logs.
 
+    Returns:
+        What was compared, also where a process died or the user interrupted (``ended``).
+
     Raises:
-        SideError: a side's process ended.
+        SideError: a side's process ended before anything was compared.
     """
-    result, started = GateResult(), time.monotonic()
+    result, started = GateResult(next_round=spec.first_round), time.monotonic()
+    module = composed_rollout.MODULE if spec.soak else rollout.MODULE
     environment = environment_for(spec.rollout.device)
     with tempfile.TemporaryDirectory(prefix="hf-numerics-gate-") as own:
         folder = keep or Path(own)
         folder.mkdir(parents=True, exist_ok=True)
         files = {side: folder / f"{side}.json" for side in ("rollout", "trainer")}
-        with (
-            Side(rollout.MODULE, asdict(spec.rollout), environment, folder / "rollout.log") as sampler,
-            Side(recompute.MODULE, asdict(spec.trainer), environment, folder / "trainer.log") as trainer,
-        ):
-            while result.compared < spec.target:
-                prompts, tokens = round_requests(spec, result.rounds)
-                weights = f"{Path(spec.rollout.checkpoint).name} seed {spec.rollout.seed}"
-                sampler.call(
-                    do="sample", prompts=prompts, max_tokens=tokens, out=str(files["rollout"]), weights=weights
-                )
-                trainer.call(
-                    do="recompute",
-                    rollout=str(files["rollout"]),
-                    out=str(files["trainer"]),
-                    numerics="aligned",
-                    layout=recompute.LAYOUTS[result.rounds % len(recompute.LAYOUTS)],
-                )
-                record = Record.read(files["rollout"])
-                outcome = compare(record, Record.read(files["trainer"]))
-                result.rounds += 1
-                result.compared += outcome.compared
-                result.differing += outcome.differing
-                result.fingerprint = record.fingerprint
-                result.seconds = time.monotonic() - started
-                progress(result.compared)
-                if not outcome.equal:
-                    result.failed = outcome
-                    break
+        try:
+            with (
+                Side(module, asdict(spec.rollout), environment, folder / "rollout.log") as sampler,
+                Side(recompute.MODULE, asdict(spec.trainer), environment, folder / "trainer.log") as trainer,
+            ):
+                while _goes_on(spec, result, started):
+                    _run_round(spec, result, sampler, trainer, files)
+                    result.seconds = time.monotonic() - started
+                    progress(result.compared)
+        except (SideError, OSError, KeyboardInterrupt) as error:
+            if result.compared == 0:
+                raise
+            result.ended = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     return result

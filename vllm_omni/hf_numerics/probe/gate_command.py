@@ -10,6 +10,7 @@ from vllm_omni.hf_numerics.probe import options
 
 __all__ = ["add_parser", "run"]
 
+_BLOCK = 32
 _TARGET = {"cpu": 100_000, "cuda": 1_000_000}
 
 
@@ -20,7 +21,8 @@ def add_parser(commands: Any) -> None:
         help="compare many log-probs over mixed requests, for CI and releases",
         description="Rounds of requests of mixed lengths, prefills among decodes, sampled with the mode on and "
         "recomputed alone and packed in turns, until enough log-probs were compared or one differs. "
-        "Exit code 0: all equal; 1: one differs (the command to find where is printed); 2: a process failed.",
+        "Exit code 0: all equal; 1: one differs (the command to find where is printed); 2: a process failed or the "
+        "run was interrupted; what was compared until then is printed and written.",
         epilog="example: hf-numerics gate --logprobs 20000 --json gate.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -32,10 +34,29 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--concurrent", type=options.positive, default=24, help="requests that the engine runs at once")
     parser.add_argument("--max-prompt", type=options.positive, default=192, help="longest prompt")
     parser.add_argument("--max-tokens", type=options.positive, default=192, help="most tokens sampled for a request")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="begin no round after so long; without --logprobs the only limit"
+    )
+    parser.add_argument(
+        "--soak",
+        action="store_true",
+        help="rounds of random composition: bursts of 1 to 64, late arrivals, shared prefixes, sampling parameters, "
+        "a KV cache that is too small",
+    )
+    parser.add_argument(
+        "--first-round", type=int, default=0, metavar="N", help="begin with this round of the seed: resume or replay"
+    )
     parser.add_argument("--execution", choices=("eager", "graphs"), default="eager", help="how the engine runs")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the last round's records and the logs here")
     parser.set_defaults(run=run, off=False)
+
+
+def _soak_engine(concurrent: int, longest: int) -> dict[str, Any]:
+    """A KV cache with room for a third of the requests that run at once, so that some are preempted."""
+    blocks = -(-longest // _BLOCK)
+    room = max(blocks + 2, concurrent * blocks // 3)
+    return {"block_size": _BLOCK, "num_gpu_blocks_override": room, "disable_log_stats": False}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,22 +76,28 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if options.resolve_device(arguments.device) == "cuda":
         engine["gpu_memory_utilization"] = 0.45  # both sides share the device
+    if arguments.soak:
+        engine |= _soak_engine(arguments.concurrent, longest)
     sampler, trainer, device, _ = build_sides(arguments, engine)
     spec = gate.GateSpec(
         rollout=sampler,
         trainer=trainer,
-        target=arguments.logprobs or _TARGET[device],
+        target=arguments.logprobs or (None if arguments.minutes else _TARGET[device]),
         requests=arguments.requests,
         max_prompt=arguments.max_prompt,
         max_tokens=arguments.max_tokens,
         vocabulary=demo.preset(arguments.preset, arguments.layers).vocabulary - 32,
         seed=arguments.seed,
+        minutes=arguments.minutes,
+        soak=arguments.soak,
+        first_round=arguments.first_round,
     )
     console = Console(stderr=arguments.json == "-")
+    console.print(f"seed {spec.seed}, from round {spec.first_round}", highlight=False)
     with render.progress(console, spec.target) as advance:
         result = gate.run(spec, advance, arguments.keep)
     render.gate_verdict(console, result, arguments.keep)
     options.write_json(result.as_dict(spec, options.recorded_command(sys.argv[1:])), arguments.json)
-    if result.failed is not None and result.failed.obstacles:
+    if result.ended is not None or (result.failed is not None and result.failed.obstacles):
         return options.UNUSABLE
     return options.EQUAL if result.passed else options.DIFFERENT

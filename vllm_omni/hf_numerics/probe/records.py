@@ -105,8 +105,12 @@ class Record:
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(self.to_json(), encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a full disk: what is half written only takes more of it
+            raise
 
     @classmethod
     def from_json(cls, text: str) -> "Record":

@@ -82,12 +82,13 @@ def demo_table(console: Console, rows: list[Row], result: dict[str, Any]) -> Non
 
 
 @contextmanager
-def progress(console: Console, target: int) -> Iterator[Callable[[int], None]]:
-    """A bar of log-probs compared; the context gives the function that sets it."""
+def progress(console: Console, target: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar of log-probs compared; the context gives the function that sets it. None: it is not known how many."""
+    of = "" if target is None else " of {task.total:,.0f}"
     columns = (
         TextColumn("compared"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} log-probs, 0 differ so far"),
+        TextColumn(f"{{task.completed:,.0f}}{of} log-probs, 0 differ so far"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as bar:
@@ -103,8 +104,12 @@ def gate_verdict(console: Console, result: GateResult, kept: Path | None) -> Non
         f"({result.seconds:.0f} s)",
         highlight=False,
     )
+    if result.ended is not None:
+        console.print(f"ended early: {result.ended}", highlight=False, markup=False)
+        console.print(f"go on: the same command with --first-round {result.next_round}")
     if result.failed is None:
         return
+    console.print(f"again: the same command with --first-round {result.next_round}")
     for obstacle in result.failed.obstacles:
         console.print(obstacle, highlight=False)
     if result.failed.first is not None:

@@ -91,6 +91,12 @@ class Rollout:
             arguments = (asdict(self.spec.seeded), self.spec.seed)
             self.engine.collective_rpc("hf_numerics_load_seeded_weights", args=arguments)
         self.fingerprint = self.engine.collective_rpc("hf_numerics_fingerprint")[0]
+        if self.spec.hf_numerics and self.fingerprint["mode"] != "on":
+            # vLLM logs a plugin's exception and goes on with the stock thinker.
+            raise RuntimeError(
+                f"needed a worker with HF numerics on; got the stock {self.fingerprint['thinker_class']}: the plugin "
+                "was not loaded; run `hf-numerics env`, which says why"
+            )
         self.environment = describe(self.spec.device)
 
     def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:

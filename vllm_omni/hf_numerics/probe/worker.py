@@ -20,6 +20,7 @@ class ProbeWorkerExtension:
     # Of the worker that this is mixed into.
     get_model: Callable[[], nn.Module]
     model_config: Any
+    vllm_config: Any
 
     def hf_numerics_fingerprint(self) -> dict[str, Any]:
         """What this worker runs; ``{"mode": "off"}`` and the thinker's class where the stock thinker was built."""
@@ -28,6 +29,16 @@ class ProbeWorkerExtension:
         if fingerprint is None:
             return {"mode": "off", "thinker_class": f"{type(thinker).__module__}.{type(thinker).__qualname__}"}
         return fingerprint.as_dict()
+
+    def hf_numerics_execution(self) -> dict[str, Any]:
+        """How this worker executes steps, after vLLM settled it: graphs, their sizes, compilation."""
+        compilation = self.vllm_config.compilation_config
+        return {
+            "cudagraph_mode": str(getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)),
+            "capture_sizes": list(compilation.cudagraph_capture_sizes or []),
+            "compilation_mode": str(getattr(compilation.mode, "name", compilation.mode)),
+            "custom_ops": list(compilation.custom_ops),
+        }
 
     def hf_numerics_weight_checksums(self) -> dict[str, int]:
         """Checksums of the text weights; empty with the mode off."""

@@ -72,10 +72,14 @@ def _sleep(level: int) -> Callable[[Bench], None]:
     return run
 
 
-def _worker_process(bench: Bench) -> None:
-    worker, own = bench.facts["fingerprint"]["pid"], bench.facts["pid"]
-    bench.need(worker != own, "a worker in a process of its own", f"pid {worker} for both")
-    _some(bench)
+def _worker_process(method: str) -> Callable[[Bench], None]:
+    def run(bench: Bench) -> None:
+        worker, own, used = bench.facts["fingerprint"]["pid"], bench.facts["pid"], bench.facts["worker_method"]
+        bench.need(worker != own, "a worker in a process of its own", f"pid {worker} for both")
+        bench.need(used == method, f"the method {method}", used)
+        _some(bench)
+
+    return run
 
 
 def _scheduling(wanted: bool) -> Callable[[Bench], None]:
@@ -110,8 +114,9 @@ ROWS = (
     # vLLM switches it off on the CPU.
     Row("async-scheduling-on", "async_scheduling=True", "base", _scheduling(True), devices=_CUDA),
     Row("async-scheduling-off", "async_scheduling=False", "serial", _scheduling(False)),
-    Row("workers-spawned", "engine and worker in a spawned process", "tight", _worker_process),
-    Row("workers-forked", "engine and worker in a forked process", "serial", _worker_process),
+    Row("workers-spawned", "engine and worker in a spawned process", "tight", _worker_process("spawn")),
+    # On the CPU vLLM spawns, whatever is asked for.
+    Row("workers-forked", "engine and worker in a forked process", "serial", _worker_process("fork"), devices=_CUDA),
     Row("update-whole", "three weight updates, each in one load_weights", "base", _updates(0, False)),
     Row("update-pieces", "three weight updates in buckets of 3, last tensor first", "base", _updates(3, True)),
     Row(

@@ -117,7 +117,6 @@ class MatrixRollout(Rollout):
     def facts(self) -> dict[str, Any]:
         """How the engine was really built."""
         config = self.engine.llm_engine.vllm_config
-        compilation = config.compilation_config
         return {
             "pid": os.getpid(),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
@@ -126,10 +125,9 @@ class MatrixRollout(Rollout):
             "block_size": config.cache_config.block_size,
             "kv_blocks": config.cache_config.num_gpu_blocks,
             "logprobs_mode": config.model_config.logprobs_mode,
-            "cudagraph_mode": str(getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)),
-            "capture_sizes": list(compilation.cudagraph_capture_sizes or []),
-            "compilation_mode": str(getattr(compilation.mode, "name", compilation.mode)),
-            "custom_ops": list(compilation.custom_ops),
+            # vLLM overwrites it where it cannot have what was asked for.
+            "worker_method": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD"),
+            **self.engine.collective_rpc("hf_numerics_execution")[0],
             "fingerprint": self.fingerprint,
         }
 
