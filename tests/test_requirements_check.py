@@ -48,6 +48,8 @@ REFUSED = [
     ("decoder_sparse_step", 2, "experts in every decoder layer", "decoder_sparse_step=2"),
     ("mlp_only_layers", (0, 3), "experts in every decoder layer", "mlp_only_layers=[0, 3]"),
     ("shared_expert_size", 512, "no shared expert", "shared_expert_intermediate_size=512"),
+    ("tied", (True, False), "one tie_word_embeddings for thinker and text model", "got True and False"),
+    ("tied", (False, True), "one tie_word_embeddings for thinker and text model", "got False and True"),
     ("versions", {**TESTED_VERSIONS, "transformers": "5.18.0"}, "a tested combination", "transformers 5.18.0"),
     ("native_mode", "/x/qwen3_omni/thinker.py", "without a mode of its own", "/x/qwen3_omni/thinker.py"),
 ]
@@ -69,6 +71,7 @@ REMEDY = {
     "return_routed_experts": "switch it off",
     "dual_chunk_attention": "remove it from the config",
     "sliding_window": "remove it from the config",
+    "tied": "set both in the checkpoint's config",
     "versions": "HF_NUMERICS_ALLOW_UNTESTED=1",
     "native_mode": "uninstall vllm-omni-hf-numerics",
 }

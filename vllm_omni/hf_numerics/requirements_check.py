@@ -63,8 +63,7 @@ class EngineFacts:
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
     shared_expert_size: int = 0
-    tied_thinker: bool = False
-    tied_text: bool = False
+    tied: tuple[bool, bool] = (False, False)  # tie_word_embeddings of the thinker and of its text model
     versions: Mapping[str, str | None] = field(default_factory=versions.installed_versions)
     native_mode: str | None = None
 
@@ -103,10 +102,13 @@ class EngineFacts:
             decoder_sparse_step=text.decoder_sparse_step,
             mlp_only_layers=tuple(text.mlp_only_layers or ()),
             shared_expert_size=getattr(text, "shared_expert_intermediate_size", 0) or 0,
-            tied_thinker=bool(getattr(hf_config, "tie_word_embeddings", False)),
-            tied_text=bool(getattr(text, "tie_word_embeddings", False)),
+            tied=(_ties(hf_config), _ties(text)),
             native_mode=native_mode(),
         )
+
+
+def _ties(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def native_mode() -> str | None:
@@ -191,11 +193,12 @@ def _model_refusals(facts: EngineFacts) -> list[str]:
         found.append(
             f"needed no shared expert; got shared_expert_intermediate_size={facts.shared_expert_size}; not covered"
         )
-    if facts.tied_thinker != facts.tied_text:
+    thinker_ties, text_ties = facts.tied
+    if thinker_ties != text_ties:
         # transformers reads the thinker's, vLLM the text model's: one side would tie its LM head and the other not.
         found.append(
-            f"needed one tie_word_embeddings for thinker and text model; got {facts.tied_thinker} and "
-            f"{facts.tied_text}; set both in the checkpoint's config"
+            f"needed one tie_word_embeddings for thinker and text model; got {thinker_ties} and "
+            f"{text_ties}; set both in the checkpoint's config"
         )
     return found
 
