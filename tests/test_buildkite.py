@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from vllm_omni.hf_numerics.probe.cli import build_parser
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".buildkite"
 NOTHING_SELECTED = 5  # pytest's exit code
@@ -127,6 +129,18 @@ def test_every_make_target_exists():
         w for step in _all_steps() for line in step["commands"] if line.startswith("make ") for w in line.split()[1:]
     }
     assert named and named <= targets
+
+
+def test_every_hf_numerics_command_is_one():
+    commands = [line for step in _all_steps() for line in step["commands"] if line.startswith("hf-numerics ")]
+    assert len(commands) >= 4
+    for line in commands:
+        parsed = build_parser().parse_args(shlex.split(line)[1:])
+        # What a step writes is what it hands over.
+        if parsed.json:
+            assert any(
+                parsed.json in step.get("artifact_paths", []) for step in _all_steps() if line in step["commands"]
+            )
 
 
 def test_every_dependency_is_a_path_of_this_repository():
