@@ -52,7 +52,6 @@ _ALL = (
         environment=_workers("fork"),
     ),
     Engine("tied", {"max_num_batched_tokens": 33, "max_num_seqs": 8}, checkpoint="tied"),
-    Engine("two", {"max_num_seqs": 8}),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
     Engine("piecewise", _graphs("PIECEWISE", custom_ops=["none"]), "graphs", devices=_CUDA),

@@ -127,7 +127,7 @@ ROWS = (
         devices=_CUDA,
     ),
     Row("tied-router-float32", "embedding tied to the LM head, router weights float32 on disk", "tied", _some),
-    Row("two-engines", "an engine with the mode off beside it in the process", "two", _two_engines),
+    Row("two-engines", "an engine with the mode off beside it in the process", "tied", _two_engines),
     Row(
         "update-after-capture",
         "three weight updates after graphs were captured",
