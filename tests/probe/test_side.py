@@ -20,6 +20,8 @@ def build(spec):
                 time.sleep(60)  # holds the pipe open, as an engine's forked worker does
                 os._exit(0)
             os._exit(7)
+        if request["do"] == "hang":
+            time.sleep(600)
         return {"spec": spec, "request": request}
     return answer
 
@@ -50,6 +52,19 @@ def test_a_dead_side_is_noticed_though_its_child_holds_the_pipe(tmp_path, enviro
     ):
         side.call(do="die")
     assert time.monotonic() - started < 45
+
+
+def test_a_side_that_hangs_is_given_up_and_killed(tmp_path, environment):
+    started = time.monotonic()
+    with (
+        pytest.raises(SideError, match="gave no answer within 1.5 s"),
+        Side("a_side", {"name": "s"}, environment, tmp_path / "log") as side,
+    ):
+        side.call(do="echo")  # it takes longer to start
+        side.limit = 1.5
+        side.call(do="hang")
+    assert side._process.returncode is not None
+    assert time.monotonic() - started < 60
 
 
 def test_run_once_shows_the_end_of_the_log(tmp_path):

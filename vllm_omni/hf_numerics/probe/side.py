@@ -7,11 +7,13 @@ standard output belongs to the logs.
 """
 
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -66,10 +68,18 @@ class Side:
         spec: the first request, which says what to build.
         environment: of the process.
         log: file that takes its standard output and error.
+        limit: seconds after which an answer counts as missing; None waits for ever.
     """
 
-    def __init__(self, module: str, spec: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> None:
-        self._module, self._log = module, log
+    def __init__(
+        self,
+        module: str,
+        spec: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log: Path,
+        limit: float | None = None,
+    ) -> None:
+        self._module, self._log, self.limit = module, log, limit
         read_end, write_end = os.pipe()
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
@@ -90,7 +100,7 @@ class Side:
         """Send a request and wait for its answer.
 
         Raises:
-            SideError: the process ended instead.
+            SideError: the process ended instead, or gave no answer within the limit.
         """
         try:
             for message in filter(None, (self._spec, request)):
@@ -106,7 +116,10 @@ class Side:
 
     def _read_line(self) -> bytes:
         """The next answer, or nothing once the process has ended (a child of its may hold the pipe open)."""
+        end = math.inf if self.limit is None else time.monotonic() + self.limit
         while b"\n" not in self._received:
+            if time.monotonic() > end:
+                raise SideError(f"{self._module} gave no answer within {self.limit:g} s; see {self._log}")
             if select.select([self._replies], [], [], _POLL_SECONDS)[0]:
                 part = os.read(self._replies, 1 << 16)
                 if not part:

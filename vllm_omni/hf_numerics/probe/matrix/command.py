@@ -36,6 +36,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--engine", type=options.json_object, default={}, metavar="JSON", help="more arguments of every engine, as JSON"
     )
+    parser.add_argument(
+        "--limit", type=float, default=300, metavar="S", help="seconds for an engine to start, or to answer once"
+    )
     parser.add_argument("--json", metavar="FILE", help="write results as JSON as rows end; - for standard output")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the last records and the logs here")
     parser.set_defaults(run=run)
@@ -83,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=device,
         cache=arguments.cache,
         engine=arguments.engine,
+        limit=arguments.limit,
     )
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     command, started = options.recorded_command(sys.argv[1:]), time.monotonic()

@@ -37,7 +37,11 @@ ROWS: tuple[Row, ...] = (*refusals.ROWS, *batches.ROWS, *sampling.ROWS, *lifecyc
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """What to run on. ``engine`` holds more keyword arguments of ``vllm.LLM``; they win."""
+    """What to run on.
+
+    ``engine`` holds more keyword arguments of ``vllm.LLM``; they win. ``limit``: seconds that an engine may take to
+    start, or for one request of a row.
+    """
 
     preset: Preset
     preset_name: str
@@ -46,6 +50,7 @@ class MatrixSpec:
     device: str
     cache: Path
     engine: dict[str, Any]
+    limit: float | None = None
 
 
 def verdict_of(result: Result) -> str:
@@ -110,7 +115,8 @@ class _Matrix:
         environment = {**self._environment, **engine.environment}
         if "VLLM_CACHE_ROOT" in engine.environment:
             environment["VLLM_CACHE_ROOT"] = str(self.folder / engine.environment["VLLM_CACHE_ROOT"])
-        return Side(module, asdict(self._sides(engine)[0]), environment, self.folder / f"{engine.name}.log")
+        log = self.folder / f"{engine.name}.log"
+        return Side(module, asdict(self._sides(engine)[0]), environment, log, self.spec.limit)
 
     @contextmanager
     def bench(self, engine: Engine) -> Iterator[Bench]:
