@@ -153,7 +153,7 @@ def test_a_process_that_dies_costs_its_engines_rows_alone(no_processes, spec, tm
         _row("last", "tight", _equal),
     ]
     seen = []
-    results = matrix.run(spec, rows, tmp_path, lambda text: None, seen.append)
+    results = matrix.run(spec, rows, tmp_path, lambda text: None, lambda name, facts: None, seen.append)
     assert results == seen
     verdicts = {result.row: (result.verdict, result.reasons) for result in results}
     assert verdicts == {

@@ -49,6 +49,8 @@ def test_the_run_as_a_whole(run):
     assert done.returncode == options.EQUAL, done.stdout + done.stderr[-3000:]
     assert result["complete"] and result["passed"] and result["differing"] == 0
     assert result["compared"] > 1500
+    for engine in set(ENGINES) - {"refusals"}:
+        assert result["engines"][engine]["built"]["fingerprint"]["exact"] is True
     assert [line["row"] for line in result["rows"]] == [row.name for row in ordered(HERE)]
     assert f"{len(HERE)} of {len(HERE)} rows ended as they should" in done.stdout
 

@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_omni.hf_numerics.probe import demo
     from vllm_omni.hf_numerics.probe.matrix import run as matrix
     from vllm_omni.hf_numerics.probe.matrix.rows import select
+    from vllm_omni.hf_numerics.probe.matrix.summary import summary
 
     device = options.resolve_device(arguments.device)
     try:
@@ -91,9 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     command, started = options.recorded_command(sys.argv[1:]), time.monotonic()
     results: list[Result] = []
+    facts: dict[str, dict[str, Any]] = {}
 
     def data() -> dict[str, Any]:
-        return matrix.summary(spec, results, len(rows), time.monotonic() - started, command)
+        return summary(spec, results, facts, len(rows), time.monotonic() - started, command)
 
     def ended(result: Result) -> None:
         results.append(result)
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"    {text}", file=stream, flush=True)
 
     with matrix.working_folder(arguments.keep) as folder:
-        matrix.run(spec, rows, folder, say, ended)
+        matrix.run(spec, rows, folder, say, facts.__setitem__, ended)
     if arguments.json == "-":
         options.write_json(data(), "-")
     outcome = exit_code(results, len(rows))

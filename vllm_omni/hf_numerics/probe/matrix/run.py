@@ -11,7 +11,6 @@ from typing import Any
 
 from vllm_omni.hf_numerics.probe import demo
 from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, Preset, text_weight_shapes
-from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.matrix import batches, execution, lifecycle, refusals, sampler, sampling, trainer
 from vllm_omni.hf_numerics.probe.matrix.bench import Bench
 from vllm_omni.hf_numerics.probe.matrix.checkpoints import tied_checkpoint
@@ -29,7 +28,7 @@ from vllm_omni.hf_numerics.probe.matrix.rows import (
 )
 from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
 
-__all__ = ["ROWS", "MatrixSpec", "run", "summary", "verdict_of"]
+__all__ = ["ROWS", "MatrixSpec", "run", "verdict_of", "working_folder"]
 
 # Engines in the order of their first row: refusals first, they take seconds; compile caches last, they take minutes.
 ROWS: tuple[Row, ...] = (*refusals.ROWS, *batches.ROWS, *sampling.ROWS, *lifecycle.ROWS, *execution.ROWS)
@@ -98,7 +97,8 @@ class _Matrix:
         """The trainer of a checkpoint; one that died is started again."""
         if kind not in self._trainers:
             log = self.folder / f"trainer-{kind}.log"
-            self._trainers[kind] = self._stack.enter_context(Side(trainer.MODULE, asdict(spec), self._environment, log))
+            side = Side(trainer.MODULE, asdict(spec), self._environment, log, self.spec.limit)
+            self._trainers[kind] = self._stack.enter_context(side)
         return self._trainers[kind]
 
     def prepare(self, engine: Engine) -> None:
@@ -123,7 +123,9 @@ class _Matrix:
         """Both sides of an engine, with equal weights."""
         trainer_spec = self._sides(engine)[1]
         preset = PRESETS["tiny"] if engine.checkpoint == "tied" else self.spec.preset
-        takes_updates = engine.checkpoint == "plain" and engine.hf_numerics and engine.name != refusals.ENGINE
+        # The stock thinker repacks its experts on the CPU, and cannot be updated there.
+        updatable = engine.hf_numerics or self.spec.device == "cuda"
+        takes_updates = engine.checkpoint == "plain" and updatable and engine.name != refusals.ENGINE
         shapes = [(name, list(shape)) for name, shape in text_weight_shapes(preset)] if takes_updates else []
         with self._ready.pop(engine.name, None) or self._process(engine) as side:
             other = side if engine.name == refusals.ENGINE else self._trainer(engine.checkpoint, trainer_spec)
@@ -160,7 +162,12 @@ def _died(row: Row, error: Exception) -> Result:
 
 
 def run(
-    spec: MatrixSpec, rows: Sequence[Row], folder: Path, say: Callable[[str], Any], ended: Callable[[Result], Any]
+    spec: MatrixSpec,
+    rows: Sequence[Row],
+    folder: Path,
+    say: Callable[[str], Any],
+    built: Callable[[str, dict[str, Any]], Any],
+    ended: Callable[[Result], Any],
 ) -> list[Result]:
     """Run rows, engine by engine.
 
@@ -169,6 +176,7 @@ def run(
         rows: of `ROWS`.
         folder: for records and logs.
         say: called with a line before each engine starts.
+        built: called with an engine's name and how it was really built.
         ended: called with each row's result as soon as there is one; what it raises ends the run.
     """
     results: list[Result] = []
@@ -186,6 +194,7 @@ def run(
             done = 0
             try:
                 with matrix.bench(engine) as bench:
+                    built(engine.name, bench.facts)
                     if following is not None:
                         matrix.prepare(following)
                     for row in own:
@@ -197,32 +206,6 @@ def run(
                     end(_died(row, error))
                 matrix.forget_trainers()
     return results
-
-
-def summary(spec: MatrixSpec, results: Sequence[Result], total: int, seconds: float, command: str) -> dict[str, Any]:
-    """A run as JSON data; ``complete`` is false while rows are still to come."""
-    return {
-        "command": command,
-        "complete": len(results) == total,
-        "passed": len(results) == total and all(result.passed for result in results),
-        "compared": sum(result.compared for result in results),
-        "differing": sum(result.differing for result in results if result.wants == EXACT),
-        "seconds": round(seconds, 1),
-        "environment": describe(spec.device),
-        "spec": {
-            "preset": spec.preset_name,
-            "layers": spec.preset.layers,
-            "dtype": spec.dtype,
-            "seed": spec.seed,
-            "engine": spec.engine,
-        },
-        "engines": {
-            name: {**arguments_for(ENGINES[name], spec.device), "execution": ENGINES[name].execution}
-            for name in dict.fromkeys(result.engine for result in results)
-            if name in ENGINES
-        },
-        "rows": [{**asdict(result), "passed": result.passed} for result in results],
-    }
 
 
 @contextmanager
