@@ -41,7 +41,7 @@ class StandIn:
             ]
             record = Record("rollout", "label", sequences, RAW_SEMANTICS, "w", fingerprint={"mode": "on"})
         record.write(Path(request["out"]))
-        return {}
+        return {"preemptions": 2, "cached": [3, 4]} if request["do"] == "generate" else {}
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,7 @@ def test_a_run_is_resumed_by_its_round(spec, soak):
     StandIn.asked, StandIn.script = [], {3: SideError("stop")}
     result = gate.run(spec(soak=soak, first_round=2), lambda compared: None)
     assert result.next_round == 4
+    assert (result.preemptions, result.cached_tokens) == ((4, 14) if soak else (0, 0))
 
     def requests(asked):
         return [{name: value for name, value in request.items() if name != "out"} for request in asked]

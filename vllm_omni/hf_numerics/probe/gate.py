@@ -58,12 +58,15 @@ class GateResult:
     """What a gate compared.
 
     ``failed`` is the comparison of the round that differed; ``ended`` says what ended the run before its time, a
-    process that died or the user. ``next_round`` is the one to resume from, or the one to replay.
+    process that died or the user. ``next_round`` is the one to resume from, or the one to replay. ``preemptions`` and
+    ``cached_tokens`` (prompt tokens found in the prefix cache) are counted in a soak.
     """
 
     compared: int = 0
     differing: int = 0
     rounds: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
     seconds: float = 0.0
     fingerprint: dict[str, Any] = field(default_factory=dict)
     failed: Comparison | None = None
@@ -82,6 +85,8 @@ class GateResult:
             "compared": self.compared,
             "differing": self.differing,
             "rounds": self.rounds,
+            "preemptions": self.preemptions,
+            "cached_tokens": self.cached_tokens,
             "ended": self.ended,
             "next_round": self.next_round,
             "seconds": round(self.seconds, 1),
@@ -126,7 +131,9 @@ def _goes_on(spec: GateSpec, result: GateResult, started: float) -> bool:
 def _run_round(spec: GateSpec, result: GateResult, sampler: Side, trainer: Side, files: dict[str, Path]) -> None:
     number = result.next_round
     weights = f"{Path(spec.rollout.checkpoint).name} seed {spec.rollout.seed}"
-    sampler.call(**_sample_request(spec, number), out=str(files["rollout"]), weights=weights)
+    seen = sampler.call(**_sample_request(spec, number), out=str(files["rollout"]), weights=weights)
+    result.preemptions += seen.get("preemptions", 0)
+    result.cached_tokens += sum(seen.get("cached", ()))
     layout = recompute.LAYOUTS[number % len(recompute.LAYOUTS)]
     trainer.call(
         do="recompute", rollout=str(files["rollout"]), out=str(files["trainer"]), numerics="aligned", layout=layout

@@ -87,7 +87,7 @@ class MatrixRollout(Rollout):
         written = self.write(sequences, self.spec.label, weights, out, semantics_of(own, mode))
         return {
             **written,
-            "cached": [output.num_cached_tokens for output in outputs],
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
             "preemptions": self._preemptions() - before,
             "steps": steps,
         }
