@@ -42,6 +42,12 @@ def test_record_both_sides_and_compare(folder):
         assert done.returncode == code, done.stdout + done.stderr
         outcome = json.loads((folder / "outcome.json").read_text())
         assert outcome["compared"] == 72
+        # What each side used: the engine's worker, and transformers' rotary module, alone, packed and sharded.
+        positions = [
+            [sequence["positions"] for sequence in json.loads((folder / file).read_text())["sequences"]]
+            for file in ("rollout.json", f"{name}.json")
+        ]
+        assert positions == [[list(range(length + 24)) for length in (3, 40, 1)]] * 2
         assert outcome["differing"] == differing if differing is not None else outcome["differing"] > 0
 
 

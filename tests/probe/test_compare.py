@@ -147,16 +147,23 @@ def test_inputs_differ(other, obstacle):
     assert not outcome.equal and outcome.compared == 0 and outcome.differing == 0 and outcome.first is None
 
 
-@pytest.mark.parametrize("theirs", [None, [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 4]]])
+def _with_positions(*positions):
+    return [_record([1, 2], sequences=[TokenSequence([7, 8], [10, 11], [1, 2], own)]) for own in positions]
+
+
+@pytest.mark.parametrize("theirs", [[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 4]], [0, 1, 2, 2]])
 def test_positions_differ(theirs):
     """An image or a video whose tokens the two sides number differently is another input."""
-    ours = [[0, 1, 2, 3]] * 3
-    left, right = (
-        _record([1, 2], sequences=[TokenSequence([7, 8], [10, 11], [1, 2], positions)]) for positions in (ours, theirs)
-    )
-    assert compare(left, left).equal
-    [obstacle] = compare(left, right).obstacles
-    assert obstacle.startswith("positions differ: request 0")
+    for ours in (None, [0, 1, 2, 3], [[0, 1, 2, 3]] * 3):
+        left, right = _with_positions(ours, theirs)
+        assert compare(left, left).equal and compare(right, right).equal
+        expected = ["positions differ: request 0 at index 3; compare them before anything else"]
+        assert compare(left, right).obstacles == compare(right, left).obstacles == expected
+
+
+def test_text_positions_are_the_same_however_they_are_stored():
+    for left in (stored := _with_positions(None, [0, 1, 2, 3], [[0, 1, 2, 3]] * 3)):
+        assert all(compare(left, right).equal for right in stored)
 
 
 def test_every_differing_input_is_named():

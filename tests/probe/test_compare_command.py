@@ -5,6 +5,7 @@ import argparse
 import io
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,17 @@ def files(tmp_path: Path):
     return write
 
 
-OTHER = record("trainer", weights="other seed 1", semantics={**SEMANTICS, "temperature": 0.7})
+# The trainer lets request 1's last axis run on by itself, as it would after an image.
+IMAGE = [sequence.axes for sequence in sequences()][1]
+OTHER = record(
+    "trainer",
+    sequences=[
+        replace(sequence, positions=[*IMAGE[:2], [*IMAGE[2][:9], *IMAGE[2][8:-1]]] if request == 1 else None)
+        for request, sequence in enumerate(sequences())
+    ],
+    weights="other seed 1",
+    semantics={**SEMANTICS, "temperature": 0.7},
+)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_omni.hf_numerics.probe import records
-from vllm_omni.hf_numerics.probe.records import SCHEMA, Record, RecordError, TokenSequence, bits_of, ordered, value_of
+from vllm_omni.hf_numerics.probe.records import (
+    SCHEMA,
+    Record,
+    RecordError,
+    TokenSequence,
+    bits_of,
+    one_row_of_text,
+    ordered,
+    value_of,
+)
 
 BITS = st.integers(0, 0xFFFFFFFF)
 FLOAT32 = st.floats(width=32)
@@ -34,7 +43,7 @@ def sequences(draw):
     prompt = draw(TOKEN_IDS)
     length = len(prompt) + len(token_ids)
     row = st.lists(st.integers(0, 2**20), min_size=length, max_size=length)
-    positions = draw(st.none() | st.lists(row, min_size=3, max_size=3))
+    positions = draw(st.none() | row | st.lists(row, min_size=3, max_size=3))
     return TokenSequence(prompt, token_ids, bits, positions)
 
 
@@ -156,7 +165,7 @@ def test_ordered_counts_steps():
 
 # Every way in which a field can be wrong, as (path of the field, values).
 WRONG = {
-    ("schema",): [0, 2, "1", None, [1], {}],
+    ("schema",): [0, 1, 3, "2", None, [2], {}],
     ("side",): ["", "Rollout", "both", None, 1, ["rollout"]],
     ("label",): [None, 1, ["x"]],
     ("weights",): [None, 1, {}],
@@ -170,6 +179,7 @@ WRONG = {
     ("sequences", 0, "positions"): [
         *(0, "xyz", {}, [], [[]], [1, 2, 3], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3]] * 4, [[0, 1, 2]] * 3, ["abcd"] * 3),
         *([[0, 1, 2, None]] * 3, [[0, 1, 2, 1.5]] * 3, [[0, 1, 2, True]] * 3, {"a": 1, "b": 2, "c": 3}),
+        *([0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, None], [0, 1, 2, 3.0], [0, 1, 2, True], [0, 1, 2, [3]], "0123"),
     ],
     ("sequences", 0, "logprob_bits"): [None, [], [1], [-1, 0], [0, 2**32], [-0.5, -1.25], [0, math.nan], [0, True]],
 }
@@ -266,9 +276,18 @@ def test_path_that_is_no_file(tmp_path, kind):
         Record.read(tmp_path / "none.json" if kind == "missing" else tmp_path)
 
 
+def test_positions_are_three_axes_however_they_are_stored():
+    text, image = [0, 1, 2, 3], [[0, 1, 1, 2], [0, 1, 2, 3], [0, 1, 1, 3]]
+    stored = (None, text, [text] * 3, image)
+    axes = [TokenSequence([1, 2], [3, 4], [5, 6], positions).axes for positions in stored]
+    assert axes == [[text] * 3] * 3 + [image]
+    assert (one_row_of_text([text] * 3), one_row_of_text(image)) == (text, image)
+    assert TokenSequence([], [], [], []).axes == [[]] * 3
+
+
 def test_messages_name_needed_and_got():
     data = json.loads(_record().to_json())
-    with pytest.raises(RecordError, match="needed schema 1; got 7; record again"):
+    with pytest.raises(RecordError, match="needed schema 2; got 7; record again"):
         Record.from_json(json.dumps({**data, "schema": 7}))
     with pytest.raises(RecordError, match="needed side as 'rollout' or 'trainer'; got 'me'"):
         Record.from_json(json.dumps({**data, "side": "me"}))

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm_omni.hf_numerics.probe.records import Record, ordered, value_of
+from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, ordered, value_of
 
 __all__ = ["Comparison", "Difference", "compare"]
 
@@ -68,6 +68,14 @@ class Comparison:
         return not self.obstacles and self.compared > 0 and self.differing == 0
 
 
+def _position_apart(a: TokenSequence, b: TokenSequence) -> int | None:
+    """Where the rotary positions first differ, over the tokens that both have; None where they do not."""
+    if a.positions == b.positions:
+        return None
+    pairs = zip(zip(*a.axes, strict=True), zip(*b.axes, strict=True), strict=False)
+    return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+
 def _obstacles(left: Record, right: Record) -> list[str]:
     found = []
     if len(left.sequences) != len(right.sequences):
@@ -81,8 +89,8 @@ def _obstacles(left: Record, right: Record) -> list[str]:
                     min(len(ours), len(theirs)),
                 )
                 found.append(f"inputs differ: request {request}, {name} part at index {at}")
-        if a.positions != b.positions:
-            found.append(f"positions differ: request {request}; compare them before anything else")
+        if (at := _position_apart(a, b)) is not None:
+            found.append(f"positions differ: request {request} at index {at}; compare them before anything else")
     if left.weights != right.weights:
         found.append(f"weights differ: {left.weights!r} against {right.weights!r}")
     if left.weight_checksums and right.weight_checksums:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from vllm_omni.hf_numerics.probe.checkpoint import Preset, seeded_tensor
 from vllm_omni.hf_numerics.probe.environment import describe
-from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence, bits_of
+from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence, bits_of, one_row_of_text
 from vllm_omni.hf_numerics.probe.side import serve
 
 __all__ = [
@@ -128,11 +128,26 @@ def _groups(sequences: list[TokenSequence], layout: str) -> Iterator[list[TokenS
         yield group
 
 
+@contextmanager
+def _rotary_positions(model: Any) -> Iterator[list[list[int]]]:
+    """Filled by a forward of one row inside the block: time, height and width as the rotary module was given them."""
+    seen: list[list[int]] = []
+
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        seen[:] = args[1][:, 0].tolist()
+
+    hook = model.model.rotary_emb.register_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
 @torch.no_grad()
 def recompute(
     model: Any, sequences: list[TokenSequence], kind: str, layout: str, model_runner: str, temperature: float = 1.0
 ) -> list[TokenSequence]:
-    """Teacher-force the sequences.
+    """Teacher-force the sequences; the results hold the rotary positions that the model used.
 
     Args:
         model: the thinker.
@@ -148,14 +163,16 @@ def recompute(
         whole = [sequence.prompt_token_ids + sequence.token_ids for sequence in group]
         ids = torch.tensor([token for tokens in whole for token in tokens], device=device)[None]
         positions = torch.cat([torch.arange(len(tokens), device=device) for tokens in whole])[None]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        with _rotary_positions(model) as seen:
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         start = 0
         for sequence, tokens in zip(group, whole, strict=True):
             # The logits at a token's position are the distribution of the next one.
             first = start + len(sequence.prompt_token_ids) - 1
             own = logits[first : start + len(tokens) - 1]
             bits = _logprobs(own, sequence.token_ids, kind, model_runner, temperature)
-            results.append(TokenSequence(sequence.prompt_token_ids, sequence.token_ids, bits))
+            used = one_row_of_text([row[start : start + len(tokens)] for row in seen])
+            results.append(TokenSequence(sequence.prompt_token_ids, sequence.token_ids, bits, used))
             start += len(tokens)
     return results
 

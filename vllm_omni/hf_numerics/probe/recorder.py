@@ -57,14 +57,15 @@ class Recorder:
         prompt_token_ids: Sequence[int],
         token_ids: Sequence[int],
         logprobs: Any,
-        positions: list[list[int]] | None = None,
+        positions: Any = None,
     ) -> None:
         """Add a sequence.
 
         Args:
             prompt_token_ids, token_ids: token ids.
             logprobs: one float32 for each of ``token_ids``: a 1-D tensor or a sequence of floats.
-            positions: rotary positions of prompt and tokens as three rows; None for text.
+            positions: rotary positions of prompt and tokens, ``[T]`` or ``[3, T]``, as a tensor or lists; None for
+                text that counts from 0.
 
         Raises:
             TypeError: a tensor of another dtype than float32: its bits would not be the sampler's.
@@ -74,6 +75,8 @@ class Recorder:
                 raise TypeError(f"needed float32 log-probs; got {logprobs.dtype}; use trainer.token_logprobs")
             logprobs = logprobs.tolist()
         bits = [bits_of(value) for value in logprobs]
+        if hasattr(positions, "tolist"):
+            positions = positions.tolist()
         self._sequences.append(
             TokenSequence(list(map(int, prompt_token_ids)), list(map(int, token_ids)), bits, positions)
         )

@@ -12,12 +12,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RAW_SEMANTICS", "SCHEMA", "Record", "RecordError", "TokenSequence", "bits_of", "ordered", "value_of"]
+__all__ = [
+    "RAW_SEMANTICS",
+    "SCHEMA",
+    "Positions",
+    "Record",
+    "RecordError",
+    "TokenSequence",
+    "bits_of",
+    "one_row_of_text",
+    "ordered",
+    "value_of",
+]
 
-SCHEMA = 1
+SCHEMA = 2
 # The semantics of vLLM's default log-probs: before temperature, top-p and top-k.
 RAW_SEMANTICS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"}
 _SIDES = ("rollout", "trainer")
+
+Positions = list[int] | list[list[int]]
 
 
 class RecordError(ValueError):
@@ -39,18 +52,27 @@ def ordered(bits: int) -> int:
     return -(bits & 0x7FFFFFFF) if bits & 0x80000000 else bits
 
 
+def one_row_of_text(rows: list[list[int]]) -> Positions:
+    """Time, height and width as one row where they are equal, as in text; else the three rows."""
+    return rows[0] if rows[0] == rows[1] == rows[2] else rows
+
+
+def _is_row(row: Any, length: int) -> bool:
+    return isinstance(row, list) and len(row) == length and all(type(value) is int for value in row)
+
+
 @dataclass(frozen=True)
 class TokenSequence:
     """One request: its prompt, the tokens after it, and the log-prob of each of those.
 
-    ``positions`` are the rotary positions of prompt and tokens as three rows (time, height, width), or None where they
-    are the text's own 0, 1, 2, ...
+    ``positions`` are the rotary positions of prompt and tokens: three rows (time, height, width), or one row where the
+    three are equal, or None where a side did not say: the text's own 0, 1, 2, ...
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprob_bits: list[int]
-    positions: list[list[int]] | None = None
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "token_ids", "logprob_bits"):
@@ -62,12 +84,21 @@ class TokenSequence:
                 f"needed one log-prob a token; got {len(self.token_ids)} tokens and {len(self.logprob_bits)} log-probs"
             )
         length = len(self.prompt_token_ids) + len(self.token_ids)
-        if self.positions is not None and [len(row) for row in self.positions] != [length] * 3:
-            raise RecordError(f"needed positions as three rows of {length}; got {self.positions!r:.80}")
-        if not all(type(value) is int for row in self.positions or () for value in row):
-            raise RecordError(f"needed positions as integers; got {self.positions!r:.80}")
+        if self.positions is not None and not _is_row(self.positions, length):
+            if len(self.positions) != 3 or not all(_is_row(row, length) for row in self.positions):
+                raise RecordError(
+                    f"needed positions as {length} integers, or three such rows; got {self.positions!r:.80}"
+                )
         if any(bits > 0xFFFFFFFF for bits in self.logprob_bits):
             raise RecordError("needed 32-bit patterns in logprob_bits; got a larger number")
+
+    @property
+    def axes(self) -> list[Any]:
+        """The rotary positions as three rows: time, height, width."""
+        rows = self.positions
+        if rows is None:
+            rows = list(range(len(self.prompt_token_ids) + len(self.token_ids)))
+        return rows if rows and isinstance(rows[0], list) else [rows] * 3
 
 
 @dataclass(frozen=True)
@@ -168,6 +199,4 @@ def _sequence(item: Any) -> TokenSequence:
         raise RecordError(f"needed a sequence as an object; got {type(item).__name__}")
     fields = ("prompt_token_ids", "token_ids", "logprob_bits")
     positions = None if item.get("positions") is None else _checked(item, "positions", list)
-    if positions is not None and not all(isinstance(row, list) for row in positions):
-        raise RecordError(f"needed positions as lists; got {positions!r:.80}")
     return TokenSequence(**{name: _checked(item, name, list) for name in fields}, positions=positions)

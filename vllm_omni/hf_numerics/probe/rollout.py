@@ -3,7 +3,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Rollout:
         record = Record(
             side="rollout",
             label=label,
-            sequences=sequences,
+            sequences=self._with_positions(sequences),
             semantics={
                 **RAW_SEMANTICS,
                 **semantics,
@@ -128,6 +128,12 @@ class Rollout:
         )
         record.write(Path(out))
         return {"tokens": record.tokens}
+
+    def _with_positions(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
+        prompts = [sequence.prompt_token_ids for sequence in sequences]
+        lengths = [len(sequence.prompt_token_ids) + len(sequence.token_ids) for sequence in sequences]
+        found = self.engine.collective_rpc("hf_numerics_positions", args=(prompts, lengths))[0]
+        return [replace(sequence, positions=own) for sequence, own in zip(sequences, found, strict=True)]
 
     def sample(
         self,

@@ -46,6 +46,28 @@ class ProbeWorkerExtension:
 
         return vllm_checksums(_thinker_of(self.get_model()))
 
+    def hf_numerics_positions(self, prompts: list[list[int]], lengths: list[int]) -> list[Any]:
+        """Rotary positions of text requests, as this worker's runner forms them.
+
+        Prompts: the model's own function, which the runner calls for every new request. After the prompt: the runner
+        counts on from there.
+
+        Args:
+            prompts: tokens of each request.
+            lengths: of prompt and sampled tokens together.
+        """
+        from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
+
+        from vllm_omni.hf_numerics.probe.records import one_row_of_text
+
+        model: Any = self.get_model()
+        found = []
+        for prompt, length in zip(prompts, lengths, strict=True):
+            rows, delta = model.get_mrope_input_positions(prompt, [])
+            sampled = MRotaryEmbedding.get_next_input_positions(int(delta), len(prompt), length)
+            found.append(one_row_of_text([row + more for row, more in zip(rows.tolist(), sampled, strict=True)]))
+        return found
+
     def hf_numerics_load_seeded_weights(self, preset: dict[str, Any], seed: int) -> int:
         """Draw the seeded weights of a preset on the worker's device and load them; returns how many were loaded."""
         from vllm_omni.hf_numerics.probe.checkpoint import Preset, seeded_weights, text_weight_shapes
