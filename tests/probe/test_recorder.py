@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from vllm_omni.hf_numerics.probe.compare import compare
-from vllm_omni.hf_numerics.probe.records import Record, bits_of
 from vllm_omni.hf_numerics.probe.recorder import Recorder
+from vllm_omni.hf_numerics.probe.records import Record, bits_of
 
 LOGPROBS = torch.tensor([-0.1, -2.5, -1e-30])
 

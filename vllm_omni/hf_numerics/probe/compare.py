@@ -89,8 +89,8 @@ def _obstacles(left: Record, right: Record) -> list[str]:
                     min(len(ours), len(theirs)),
                 )
                 found.append(f"inputs differ: request {request}, {name} part at index {at}")
-        if (at := _position_apart(a, b)) is not None:
-            found.append(f"positions differ: request {request} at index {at}; compare them before anything else")
+        if (apart := _position_apart(a, b)) is not None:
+            found.append(f"positions differ: request {request} at index {apart}; compare them before anything else")
     if left.weights != right.weights:
         found.append(f"weights differ: {left.weights!r} against {right.weights!r}")
     if left.weight_checksums and right.weight_checksums:
