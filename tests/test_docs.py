@@ -1,39 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures in the docs are those of the result files."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-AGAINST = {
-    "engine_prefill": "vLLM itself, the tokens as prompts",
-    "engine_decode": "vLLM itself, request 0 decoded with no neighbours",
-    "aligned": "transformers, aligned",
-    "aligned_grouped_mm": "control: transformers, aligned but its own `grouped_mm` experts",
-    "plain": "control: plain transformers",
-}
 
 
 def _result(name: str) -> dict:
     return json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
 
 
-def _rows() -> list[str]:
-    rows = []
-    for run in _result("parity-h200.json")["runs"]:
-        spec = run["spec"]
-        for row in run["rows"]:
-            against = AGAINST[row.get("against") or row["trainer"]]
-            counts = f"{row['differing']} of {row['compared']}"
-            layers = spec["preset"]["layers"]
-            rows.append(f"| {layers} | {spec['execution']} | {row['mode']} | {against} | {row['layout']} | {counts} |")
-    return rows
+def _tables() -> Any:
+    spec = importlib.util.spec_from_file_location("parity_tables", ROOT / "docs" / "scripts" / "parity_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_parity_table_is_the_result_file():
-    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)] == _rows()
+def _page() -> tuple[list[str], list[str]]:
+    """docs/parity.md's lines before the section by request, and those of it."""
+    lines = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index("## Request by request")
+    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("## "))
+    return lines[:start], lines[start:end]
+
+
+def _rows(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.match(r"\| \d+ \|", line)]
+
+
+def test_parity_tables_are_the_result_files():
+    tables, (before, section) = _tables(), _page()
+    assert _rows(before) == tables.totals()
+    if tables.BY_REQUEST.exists():
+        assert _rows(section) == tables.by_request() and tables.NOT_RUN not in section
+        [run] = _result("table-h200.json")["runs"]
+        assert f"$ {run['command']}" in section and run["passed"]
+    else:
+        assert _rows(section) == [] and tables.by_request() == [tables.NOT_RUN] and tables.NOT_RUN in section
+
+
+def test_table_by_request_is_drawn_from_a_result(tmp_path):
+    """On made-up counts: the result file may not be there yet."""
+    row = {"mode": "on", "against": "aligned", "layout": "packed"}
+    counts = [{"request": i, "compared": 1000, "differing": i} for i in range(4)]
+    rows = [{**row, "by_request": counts}, {**row, "against": "engine_decode", "by_request": counts[:1]}]
+    spec = {"preset": {"layers": 48}, "execution": "graphs", "requests": 4}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"runs": [{"spec": spec, "rows": rows}]}))
+    assert _tables().by_request(path) == [
+        "| 48 | graphs | on | transformers, aligned | packed | 0 of 1000 | 1 of 1000 | 2 of 1000 | 3 of 1000 |",
+        "| 48 | graphs | on | vLLM itself, request 0 decoded with no neighbours | packed | 0 of 1000 | - | - | - |",
+    ]
 
 
 def test_gate_figure_is_the_result_file():

@@ -12,6 +12,7 @@ from vllm_omni.hf_numerics.probe.compare import Comparison
 from vllm_omni.hf_numerics.probe.demo import DemoSpec, Row, preset, prompts, summary
 
 REQUESTS, TOKENS = 2, 16
+COMMIT = "0123abc"
 EXACT = {("on", "engine_prefill", "alone"), ("on", "aligned", "alone"), ("on", "aligned", "packed")}
 CONTROLS = {("on", "aligned_grouped_mm", "alone"), ("off", "plain", "alone")}
 
@@ -24,7 +25,7 @@ def _demo(tmp_path, *arguments, **environment):
 
 @pytest.mark.engine
 def test_demo_through_the_command_line(tmp_path):
-    done = _demo(tmp_path, "--json", "-", "--keep", str(tmp_path / "kept"))
+    done = _demo(tmp_path, "--json", "-", "--keep", str(tmp_path / "kept"), HF_NUMERICS_COMMIT=COMMIT)
     assert done.returncode == 0, done.stderr
     [run] = json.loads(done.stdout)["runs"]  # the table goes to standard error then
     assert "EXACT" in done.stderr
@@ -36,6 +37,9 @@ def test_demo_through_the_command_line(tmp_path):
         assert row["passed"] is True and row["obstacles"] == [], key
         assert row["must_be_equal"] is (key in EXACT), key
         assert row["compared"] == REQUESTS * TOKENS, key
+        each = row["by_request"]
+        assert [(one["request"], one["compared"]) for one in each] == [(i, TOKENS) for i in range(REQUESTS)], key
+        assert sum(one["differing"] for one in each) == row["differing"], key
     for key in EXACT:
         assert rows[key]["differing"] == 0 and rows[key]["first"] is None and rows[key]["ulp_histogram"] == {}
     for key in CONTROLS:
@@ -45,6 +49,7 @@ def test_demo_through_the_command_line(tmp_path):
     assert (fingerprint["mode"], fingerprint["exact"], fingerprint["device"]) == ("on", True, "cpu")
     assert (run["spec"]["requests"], run["spec"]["tokens"], run["spec"]["dtype"]) == (REQUESTS, TOKENS, "bfloat16")
     assert run["environment"]["versions"]["transformers"] and run["environment"]["device"] == "cpu"
+    assert run["environment"]["plugin_commit"] == COMMIT and f"commit {COMMIT}" in done.stderr
     [kept] = (tmp_path / "kept").iterdir()
     assert {"on.json", "off.json", "on.log", "trainer.log"} <= {path.name for path in kept.iterdir()}
     assert (kept / "on.log").read_text().count("HF numerics 0.1.0 is ON in worker pid") == 1

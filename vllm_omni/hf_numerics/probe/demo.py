@@ -163,6 +163,10 @@ def _row_summary(row: Row) -> dict[str, Any]:
         "first": asdict(outcome.first) | {"ulp": outcome.first.ulp} if outcome.first else None,
         "largest_difference": number(outcome.largest.size) if outcome.largest else 0.0,
         "ulp_histogram": outcome.ulp_histogram,
+        "by_request": [
+            {"request": request, "compared": compared, "differing": differing}
+            for request, compared, differing in outcome.by_request
+        ],
     }
 
 

@@ -54,10 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo for every number of layers and execution; returns the exit code."""
     from rich.console import Console
 
-    from vllm_omni.hf_numerics.probe import demo, render
+    from vllm_omni.hf_numerics.probe import demo, environment, render
 
     console = Console(stderr=arguments.json == "-")
     device = options.resolve_device(arguments.device)
+    environment.plugin_commit()  # a label that is no commit ends the command here, not after the runs
     command = options.recorded_command(sys.argv[1:])
     results = []
     for layers in arguments.layers or [None]:

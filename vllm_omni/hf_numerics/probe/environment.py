@@ -3,28 +3,43 @@
 
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from vllm_omni.hf_numerics import __version__
+from vllm_omni.hf_numerics.probe.options import UsageError
 from vllm_omni.hf_numerics.versions import installed_versions
 
 __all__ = ["describe", "plugin_commit"]
 
+_LABEL = "HF_NUMERICS_COMMIT"
+
 
 def plugin_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with "+changes" where it was edited.
+    """The commit of the checkout that this package runs from, with "+changes" where it was edited; None: unknown.
 
-    Where it runs from a copy without git's files, the environment variable ``HF_NUMERICS_COMMIT``, or None.
+    The environment variable ``HF_NUMERICS_COMMIT`` names it where the package runs from a copy without git's files, or
+    with those of another repository, and wins.
+
+    Raises:
+        UsageError: the variable is no commit: a result would carry a label that leads nowhere.
     """
-    here = Path(__file__).resolve().parent
+    label = os.environ.get(_LABEL)
+    if label:
+        if not re.fullmatch(r"[0-9a-f]{7,64}(\+changes)?", label):
+            raise UsageError(f"needed {_LABEL} as a commit's hexadecimal name; got {label!r}; set it or leave it unset")
+        return label
+    here = Path(__file__).resolve()
     try:
-        commit = _git(here, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(here, "status", "--porcelain", "--", here.parent.as_posix()) else "")
+        # Installed into a folder that some other repository keeps out of git, its commit says nothing of this package.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        changed = _git(here.parent, "status", "--porcelain", "--", here.parents[1].as_posix())
+        return _git(here.parent, "rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("HF_NUMERICS_COMMIT")
+        return None
 
 
 def _git(folder: Path, *arguments: str) -> str:
