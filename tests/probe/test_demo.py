@@ -49,7 +49,7 @@ def test_demo_through_the_command_line(tmp_path):
     assert (fingerprint["mode"], fingerprint["exact"], fingerprint["device"]) == ("on", True, "cpu")
     assert (run["spec"]["requests"], run["spec"]["tokens"], run["spec"]["dtype"]) == (REQUESTS, TOKENS, "bfloat16")
     assert run["environment"]["versions"]["transformers"] and run["environment"]["device"] == "cpu"
-    assert run["environment"]["plugin_commit"] == COMMIT and f"commit {COMMIT}" in done.stderr
+    assert run["environment"]["plugin_commit"] == COMMIT and f": {COMMIT}\n" in done.stderr
     [kept] = (tmp_path / "kept").iterdir()
     assert {"on.json", "off.json", "on.log", "trainer.log"} <= {path.name for path in kept.iterdir()}
     assert (kept / "on.log").read_text().count("HF numerics 0.1.0 is ON in worker pid") == 1

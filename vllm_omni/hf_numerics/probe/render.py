@@ -76,9 +76,11 @@ def demo_table(console: Console, rows: list[Row], result: dict[str, Any]) -> Non
     console.print(
         f"{verdict}: mode on, {equal} of {compared} log-probs differ; "
         f"controls differ: {'yes' if all(r.passed for r in rows if not r.must_be_equal) else 'NO'} "
-        f"({result['seconds']:.0f} s, commit {environment['plugin_commit'] or 'unknown: set HF_NUMERICS_COMMIT'})",
+        f"({result['seconds']:.0f} s)",
         highlight=False,
     )
+    commit = environment["plugin_commit"] or "unknown; set HF_NUMERICS_COMMIT to label the result"
+    console.print(f"commit of hf_numerics: {commit}", highlight=False)
 
 
 @contextmanager
