@@ -96,8 +96,8 @@ def _commands(path: str) -> list[str]:
 COMMANDS = sorted(
     {c for path in ("README.md", "CONTRIBUTING.md", *(f"docs/{p}" for p in PAGES)) for c in _commands(path)}
 )
-# Programs whose commands are parsed or run elsewhere: test_serving_page.py, Makefile, .ci/run.
-KNOWN = ("hf-numerics", "make", "python", "pip", "export", "vllm", "vllm-omni")
+# Programs whose commands are parsed or run elsewhere: test_serving_page.py, test_scripts.py, Makefile, .ci/run.
+KNOWN = ("hf-numerics", "make", "python", "pip", "export", "vllm", "vllm-omni", "bash")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -113,9 +113,8 @@ def test_command_on_a_page_is_one_that_works(command):
         assert command in _commands("docs/serving.md")
     elif words[0] == "export":
         assert words[1:] == [f"{versions.ALLOW_UNTESTED}=1"]
-    paths = [
-        word for word in words if re.match(r"^(tests|docs|requirements|\.buildkite)/", word) and "NAME" not in word
-    ]
+    here = r"^(tests|docs|scripts|requirements|\.buildkite)/"
+    paths = [word for word in words if re.match(here, word) and "NAME" not in word]
     assert all((ROOT / path).exists() for path in paths)
 
 

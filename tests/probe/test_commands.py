@@ -78,3 +78,15 @@ def test_locate_names_the_experts_of_the_control(folder):
     first = json.loads((folder / "where.json").read_text())["first"]
     assert (first["layer"], first["op"]) == (0, "experts")
     assert "FIRST DIFFERENCE: layer 0, experts" in done.stdout
+
+
+def test_locate_verifies_itself_and_keeps_the_logs(folder):
+    arguments = ("locate", "--record", "rollout.json", "--request", "1", "--cache", "cache", "--json", "where.json")
+    faults = ("rollout:1.o_proj:3", "trainer:2.experts:5", "trainer:-.lm_head:0")
+    done = _command(folder, *arguments, "--log-dir", "logs", "--verify", *faults)
+    assert done.returncode == options.EQUAL, done.stdout + done.stderr[-3000:]
+    found = json.loads((folder / "where.json").read_text())
+    assert found["first"] is None and [fault["named"] for fault in found["verified"]] == [True] * 3
+    assert [f"fault put in at {fault}: named" in done.stdout for fault in faults] == [True] * 3
+    assert "HF numerics 0.1.0 is ON" in (folder / "logs" / "rollout.log").read_text()
+    assert "log: logs/rollout.log\nlog: logs/trainer.log\n" in done.stderr

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_omni.hf_numerics.probe import demo, recompute, rollout
-from vllm_omni.hf_numerics.probe.locate import Located, compare_points, locate
+from vllm_omni.hf_numerics.probe.locate import Fault, Located, compare_points, locate, verify
 from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
 from vllm_omni.hf_numerics.probe.taps import LAYER_OPS, POINTS_AFTER, nudge, point
 
@@ -91,6 +91,11 @@ def test_the_control_is_named_by_its_op(both_sides):
     prompt = demo.prompts(512, 1, 5)[0][:40]
     found = locate(*both_sides[:2], prompt, both_sides[2], numerics="aligned_grouped_mm", batch=False)
     assert (found.first.layer, found.first.op) == (0, "experts")
+    # A fault after that is not the first difference; one before it is.
+    for text, named in (("rollout:1.o_proj:3", False), ("trainer:0.q_norm:3", True)):
+        fault = Fault.parse(text, LAYERS, len(prompt))
+        assert fault.named is None and str(fault) == text
+        assert verify(*both_sides[:2], prompt, both_sides[2], fault, "aligned_grouped_mm").named is named
 
 
 @pytest.mark.engine

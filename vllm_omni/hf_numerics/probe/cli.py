@@ -2,8 +2,11 @@
 """``hf-numerics``: wires the commands; the work is in their modules. Standard library only at import."""
 
 import argparse
+import signal
 import sys
+import threading
 import traceback
+from typing import Any
 
 from vllm_omni.hf_numerics import __version__
 from vllm_omni.hf_numerics.probe import (
@@ -49,10 +52,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _end_on_sigterm() -> None:
+    """What ``timeout`` and clusters send ends a command as Ctrl-C does: its processes too, and their logs are shown."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code: 0 equal, 1 different, 2 unusable input."""
     arguments = build_parser().parse_args(argv)
     try:
+        _end_on_sigterm()
         options.check_targets(arguments)
         return arguments.run(arguments)
     except (options.UsageError, RecordError, SideError, OSError) as error:

@@ -3,7 +3,6 @@
 
 import dataclasses
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from vllm_omni.hf_numerics.probe.compare import Comparison, compare
 from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.outcome import number
 from vllm_omni.hf_numerics.probe.records import Record
-from vllm_omni.hf_numerics.probe.side import Side, environment_for
+from vllm_omni.hf_numerics.probe.side import Side, environment_for, working_folder
 
 __all__ = ["DemoSpec", "Row", "preset", "prompts", "run", "sides", "summary", "timed"]
 
@@ -195,9 +194,7 @@ def timed(
 ) -> tuple[list[Row], dict[str, Any]]:
     """`run` and its `summary`; ``keep`` is a folder for the records and logs, None throws them away."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hf-numerics-") as own:
-        folder = keep or Path(own)
-        folder.mkdir(parents=True, exist_ok=True)
+    with working_folder(keep) as folder:
         rows = run(spec, say, folder)
         fingerprint = Record.read(folder / "on.json").fingerprint
         return rows, summary(spec, rows, fingerprint, time.monotonic() - started, command)

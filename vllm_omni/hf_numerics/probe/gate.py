@@ -6,7 +6,6 @@ by its number. What was compared before a process died or the user interrupted i
 """
 
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from vllm_omni.hf_numerics.probe.composition import compose
 from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.matrix import sampler as composed_rollout
 from vllm_omni.hf_numerics.probe.records import Record
-from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
+from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for, working_folder
 
 __all__ = ["GateResult", "GateSpec", "round_requests", "run"]
 
@@ -167,9 +166,7 @@ def run(spec: GateSpec, progress: Callable[[int], Any], keep: Path | None = None
     result, started = GateResult(next_round=spec.first_round), time.monotonic()
     module = composed_rollout.MODULE if spec.soak else rollout.MODULE
     environment = environment_for(spec.rollout.device)
-    with tempfile.TemporaryDirectory(prefix="hf-numerics-gate-") as own:
-        folder = keep or Path(own)
-        folder.mkdir(parents=True, exist_ok=True)
+    with working_folder(keep) as folder:
         files = {side: folder / f"{side}.json" for side in ("rollout", "trainer")}
         try:
             with (

@@ -7,7 +7,7 @@ neighbours in the batch and on top of a cached prefix, which tells an op that de
 """
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from vllm_omni.hf_numerics.probe.side import Side
 from vllm_omni.hf_numerics.probe.taps import LAYER_OPS, OUTSIDE, POINTS_AFTER, point
 
-__all__ = ["SCHEMA", "Located", "PointResult", "compare_points", "locate"]
+__all__ = ["SCHEMA", "Fault", "Located", "PointResult", "compare_points", "locate", "verify"]
 
 SCHEMA = 1
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,6 +37,44 @@ class PointResult:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """One op whose row is moved by one step of its dtype on one side, to see whether it is named.
+
+    ``layer`` is None for an op outside the layers; ``named`` says what came of it, None before it was tried.
+    """
+
+    side: str
+    layer: int | None
+    op: str
+    row: int
+    named: bool | None = None
+
+    @classmethod
+    def parse(cls, text: str, layers: int | None, rows: int) -> "Fault":
+        """From SIDE:LAYER.OP:ROW, e.g. "rollout:2.o_proj:3"; LAYER is "-" outside the layers.
+
+        Raises:
+            ValueError: not of that form, or not of a model with so many layers (None: any number) and a prompt of so
+                many rows.
+        """
+        side, _, rest = text.partition(":")
+        name, _, row = rest.partition(":")
+        layer, _, op = name.partition(".")
+        inside = layer.isdecimal() and (layers is None or int(layer) < layers) and op in LAYER_OPS
+        last = 0 if op == "lm_head" else rows - 1  # the head is run on one row alone
+        known = inside or (layer == OUTSIDE and op in POINTS_AFTER)
+        if side not in ("rollout", "trainer") or not known or not row.isdecimal() or int(row) > last:
+            raise ValueError(
+                f"needed SIDE:LAYER.OP:ROW: rollout or trainer; a layer{'' if layers is None else f' below {layers}'} "
+                f"and one of {', '.join(LAYER_OPS)}, or -.final_norm or -.lm_head; a row up to {last}; got {text}"
+            )
+        return cls(side, int(layer) if inside else None, op, int(row))
+
+    def __str__(self) -> str:
+        return f"{self.side}:{point(self.layer, self.op)}:{self.row}"
+
+
+@dataclass(frozen=True)
 class Located:
     """Outcome of `locate`.
 
@@ -44,11 +82,13 @@ class Located:
         points: every point that both sides recorded, in execution order.
         batch_dependent: whether the rollout's own rows changed with neighbours or a cached prefix; None: not tried.
         notes: what was not seen, in words.
+        verified: faults that were put in afterwards, and whether exactly they were named.
     """
 
     points: list[PointResult]
     batch_dependent: bool | None = None
     notes: list[str] = field(default_factory=list)
+    verified: list[Fault] = field(default_factory=list)
 
     @property
     def first(self) -> PointResult | None:
@@ -64,6 +104,7 @@ class Located:
             else {"layer": first.layer, "op": first.op, "row": first.first_row, "ulp": first.first_ulp},
             "batch_dependent": self.batch_dependent,
             "notes": self.notes,
+            "verified": [asdict(fault) for fault in self.verified],
         }
 
 
@@ -170,3 +211,13 @@ def locate(
         if others["cached"][first].shape[0] == alone[first].shape[0]:
             notes.append("no cached prefix was used: the tokens fill no whole block of the KV cache")
     return Located(points, batch_dependent, notes)
+
+
+def verify(
+    rollout: Side, trainer: Side, prompt: list[int], folder: Path, fault: Fault, numerics: str = "aligned"
+) -> Fault:
+    """Put a fault in and see whether exactly that op and row are named; arguments as for `locate`."""
+    inject = {"side": fault.side, "point": point(fault.layer, fault.op), "row": fault.row}
+    first = locate(rollout, trainer, prompt, folder, numerics, inject, batch=False).first
+    named = first is not None and (first.layer, first.op, first.first_row) == (fault.layer, fault.op, fault.row)
+    return replace(fault, named=named)

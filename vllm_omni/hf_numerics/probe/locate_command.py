@@ -19,16 +19,26 @@ def add_parser(commands: Any) -> None:
         help="name the first layer and op at which rollout and trainer part",
         description="Run one token sequence through an eager vLLM engine and through transformers with hooks on every "
         "op, and compare all rows in execution order. CUDA graphs and torch.compile hide modules, so the engine runs "
-        "eager. Exit code 0: nothing differs; 1: the first op that differs is named; 2: unusable input.",
+        "eager. Exit code 0: nothing differs; 1: the first op that differs is named; 2: unusable input, or a fault of "
+        "--verify was not named.",
         epilog="example: hf-numerics locate --record rollout.json --request 2 --json where.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     options.add_model(parser)
+    options.add_logs(parser)
     parser.add_argument("--record", type=Path, metavar="FILE", help="take the tokens of this record; random without")
     parser.add_argument("--request", type=int, default=0, help="which request of the record")
     parser.add_argument("--off", action="store_true", help="run the rollout with the mode off")
     parser.add_argument(
         "--numerics", choices=("aligned", "aligned_grouped_mm", "plain"), default="aligned", help="of the trainer"
+    )
+    parser.add_argument(
+        "--verify",
+        nargs="+",
+        default=[],
+        metavar="FAULT",
+        help="afterwards move one op's row by one step, SIDE:LAYER.OP:ROW (rollout:2.o_proj:3; -.final_norm after the "
+        "layers), and expect exactly that one to be named: does the probe work here?",
     )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     parser.set_defaults(run=run, execution="eager")
@@ -49,28 +59,54 @@ def _tokens(arguments: argparse.Namespace) -> list[int]:
     return sequence.prompt_token_ids + sequence.token_ids
 
 
+def _faults(arguments: argparse.Namespace, rows: int) -> list[Any]:
+    from vllm_omni.hf_numerics.probe import demo
+    from vllm_omni.hf_numerics.probe.locate import Fault
+
+    layers = None if arguments.model else demo.preset(arguments.preset, arguments.layers).layers
+    try:
+        return [Fault.parse(text, layers, rows) for text in arguments.verify]
+    except ValueError as error:
+        raise options.UsageError(f"--verify: {error}") from error
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Locate the first difference; returns the exit code."""
     from rich.console import Console
 
     from vllm_omni.hf_numerics.probe import locate, recompute, render, rollout
     from vllm_omni.hf_numerics.probe.record_command import build_sides
-    from vllm_omni.hf_numerics.probe.side import Side, environment_for
+    from vllm_omni.hf_numerics.probe.side import Side, environment_for, working_folder
 
     tokens = _tokens(arguments)
+    faults = _faults(arguments, len(tokens))
     console = Console(stderr=arguments.json == "-")
     # Every prompt of a capture fits one step: the sequence, and three neighbours a little longer.
-    engine = {"max_model_len": len(tokens) + 8, "max_num_batched_tokens": max(4 * len(tokens) + 32, 64)}
+    engine: dict[str, Any] = {
+        "max_model_len": len(tokens) + 8,
+        "max_num_batched_tokens": max(4 * len(tokens) + 32, 64),
+    }
+    if options.resolve_device(arguments.device) == "cuda":
+        engine["gpu_memory_utilization"] = 0.45  # both sides share the device
     sampler, trainer, device, _ = build_sides(arguments, engine)
     environment = environment_for(device)
-    with tempfile.TemporaryDirectory(prefix="hf-numerics-") as own, render.steps(console) as say:
+    with (
+        working_folder(arguments.log_dir) as logs,
+        tempfile.TemporaryDirectory(prefix="hf-numerics-") as own,
+        render.steps(console) as say,
+    ):
         folder = Path(own)
         say(f"both sides run {len(tokens)} tokens, with hooks on every op")
         with (
-            Side(rollout.MODULE, asdict(sampler), environment, folder / "rollout.log") as left,
-            Side(recompute.MODULE, asdict(trainer), environment, folder / "trainer.log") as right,
+            Side(rollout.MODULE, asdict(sampler), environment, logs / "rollout.log", arguments.limit) as left,
+            Side(recompute.MODULE, asdict(trainer), environment, logs / "trainer.log", arguments.limit) as right,
         ):
             found = locate.locate(left, right, tokens, folder, arguments.numerics)
+            for fault in faults:
+                say(f"fault {fault} is put in")
+                found.verified.append(locate.verify(left, right, tokens, folder, fault, arguments.numerics))
     render.located(console, found)
     options.write_json(found.as_dict(), arguments.json)
+    if not all(fault.named for fault in found.verified):
+        return options.UNUSABLE
     return options.EQUAL if found.first is None and found.batch_dependent is False else options.DIFFERENT

@@ -15,6 +15,7 @@ __all__ = [
     "UNUSABLE",
     "UsageError",
     "add_device",
+    "add_logs",
     "add_model",
     "add_preset",
     "add_seed",
@@ -30,7 +31,7 @@ __all__ = [
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
-_PLACES = ("--json", "--keep", "--cache")
+_PLACES = ("--json", "--keep", "--cache", "--out", "--log-dir")
 
 
 class UsageError(ValueError):
@@ -83,6 +84,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument(
         "--engine", type=json_object, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
+    )
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    """--log-dir and --limit, for commands that start processes."""
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep the logs of the processes here; without it they are kept after a failure alone",
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="S", help="seconds for a process to start, or to answer once; none without it"
     )
 
 

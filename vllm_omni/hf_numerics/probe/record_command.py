@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("side", choices=("rollout", "trainer"), help="which side to run")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     options.add_model(parser)
+    options.add_logs(parser)
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="rollout: JSON list of token id lists; random without"
     )
@@ -106,26 +106,26 @@ def _record_sharded(arguments: argparse.Namespace, trainer: Any, device: str, we
     job = folder / "job.json"
     out, record = str(arguments.out.resolve()), str(arguments.rollout.resolve())
     sharded.ShardedJob(trainer, arguments.numerics, arguments.shards, record, out, weights).write(job)
-    run_once(sharded.MODULE, [str(job)], environment_for(device), folder / "side.log")
+    run_once(sharded.MODULE, [str(job)], environment_for(device), folder / "trainer.log", arguments.limit)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Record one side; returns the exit code."""
     from vllm_omni.hf_numerics.probe import demo, recompute, rollout
     from vllm_omni.hf_numerics.probe.records import Record
-    from vllm_omni.hf_numerics.probe.side import Side, environment_for
+    from vllm_omni.hf_numerics.probe.side import Side, environment_for, working_folder
 
-    with tempfile.TemporaryDirectory(prefix="hf-numerics-") as folder:
-        log = Path(folder) / "side.log"
+    with working_folder(arguments.log_dir) as folder:
+        log = folder / f"{arguments.side}.log"
         if arguments.side == "trainer":
             if arguments.rollout is None:
                 raise options.UsageError("needed --rollout FILE; got none; record a rollout first")
             Record.read(arguments.rollout)
             _, trainer, device, weights = build_sides(arguments, {})
             if arguments.shards > 1:
-                _record_sharded(arguments, trainer, device, weights, Path(folder))
+                _record_sharded(arguments, trainer, device, weights, folder)
                 return options.EQUAL
-            with Side(recompute.MODULE, asdict(trainer), environment_for(device), log) as side:
+            with Side(recompute.MODULE, asdict(trainer), environment_for(device), log, arguments.limit) as side:
                 side.call(
                     do="recompute",
                     rollout=str(arguments.rollout),
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             vocabulary = demo.preset(arguments.preset, arguments.layers).vocabulary
             prompts = demo.prompts(vocabulary, arguments.requests, arguments.seed)
-        with Side(rollout.MODULE, asdict(sampler), environment_for(device), log) as side:
+        with Side(rollout.MODULE, asdict(sampler), environment_for(device), log, arguments.limit) as side:
             tokens = [arguments.tokens] * len(prompts)
             side.call(do="sample", prompts=prompts, max_tokens=tokens, out=str(arguments.out), weights=weights)
     return options.EQUAL

@@ -135,3 +135,6 @@ def located(console: Console, found: Located) -> None:
     console.print(f"depends on the batch: {words[found.batch_dependent]}", highlight=False)
     for note in found.notes:
         console.print(f"note: {note}", highlight=False)
+    for fault in found.verified:
+        outcome = "[bold green]named[/]" if fault.named else "[bold red]NOT NAMED[/]: do not rely on the result above"
+        console.print(f"fault put in at {fault}: {outcome}", highlight=False)

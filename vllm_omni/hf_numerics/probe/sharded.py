@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from vllm_omni.hf_numerics.probe.environment import describe
 from vllm_omni.hf_numerics.probe.recompute import TrainerSpec, load_model, recompute, set_numerics
 from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence
+from vllm_omni.hf_numerics.probe.side import dump_stacks_on_request
 from vllm_omni.hf_numerics.probe.weights import transformers_checksums
 
 __all__ = ["MODULE", "ShardedJob", "shard"]
@@ -63,6 +64,7 @@ def _share(sequences: list[TokenSequence], rank: int, ranks: int) -> list[TokenS
 
 
 def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
+    dump_stacks_on_request()
     kind = job.trainer.device
     if kind == "cuda":
         torch.cuda.set_device(rank)
@@ -95,6 +97,9 @@ def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
 
 
 if __name__ == "__main__":
+    dump_stacks_on_request()
     path = Path(sys.argv[1])
     job = ShardedJob.read(path)
-    torch.multiprocessing.spawn(_rank_main, args=(job, f"{path}.store"), nprocs=job.ranks)
+    store = Path(f"{path}.store")
+    store.unlink(missing_ok=True)  # ranks that were killed left theirs, which the next would take for their own
+    torch.multiprocessing.spawn(_rank_main, args=(job, str(store)), nprocs=job.ranks)

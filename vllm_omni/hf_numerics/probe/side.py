@@ -6,24 +6,39 @@ apart. Requests go down its standard input, one JSON object a line; answers come
 standard output belongs to the logs.
 """
 
+import faulthandler
 import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Side", "SideError", "environment_for", "run_once", "serve"]
+__all__ = [
+    "Side",
+    "SideError",
+    "dump_stacks_on_request",
+    "environment_for",
+    "run_once",
+    "serve",
+    "working_folder",
+]
 
 _REPLY_FD = "HF_NUMERICS_REPLY_FD"
 _LOG_LINES_SHOWN = 40
 _POLL_SECONDS = 1.0
+# What a process that hangs is asked for its stacks with, and how long it has to write them.
+_STACKS = signal.SIGUSR1
+_STACKS_SECONDS = 1.0
 
 
 class SideError(RuntimeError):
@@ -42,22 +57,81 @@ def environment_for(device: str) -> dict[str, str]:
     return environment
 
 
-def run_once(module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> None:
-    """Run ``python -m MODULE ARGUMENTS`` to its end.
+@contextmanager
+def working_folder(keep: Path | None) -> Iterator[Path]:
+    """A folder for records and logs: ``keep``, made where absent, or a temporary one that a failure leaves behind."""
+    folder = keep or Path(tempfile.mkdtemp(prefix="hf-numerics-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        print(f"records and logs are in {folder}", file=sys.stderr)
+        raise
+    if keep is None:
+        shutil.rmtree(folder)
+
+
+def dump_stacks_on_request() -> None:
+    """In a side's process: write every thread's stack to the log when the parent gives up on it."""
+    faulthandler.register(_STACKS, all_threads=True)
+
+
+def run_once(
+    module: str, arguments: list[str], environment: Mapping[str, str], log: Path, limit: float | None = None
+) -> None:
+    """Run ``python -m MODULE ARGUMENTS`` to its end, ``limit`` seconds at most.
 
     Raises:
-        SideError: it ended with another code than 0.
+        SideError: it ended with another code than 0, or not within the limit.
     """
+    process = _start([sys.executable, "-m", module, *arguments], log, env=dict(environment))
+    try:
+        code = process.wait(limit)
+        if code:
+            raise SideError(_ended(module, code, log))
+    except subprocess.TimeoutExpired as error:
+        raise SideError(_gave_up(process, f"{module} did not end within {limit:g} s", log)) from error
+    except KeyboardInterrupt:
+        print(_gave_up(process, f"{module} was interrupted", log), file=sys.stderr)
+        raise
+    finally:
+        _kill(process)
+
+
+def _start(command: list[str], log: Path, **options: Any) -> subprocess.Popen:
+    """In a process group of its own, which is what can be killed as a whole."""
+    print(f"log: {log}", file=sys.stderr, flush=True)
     with log.open("wb") as stream:
-        command = [sys.executable, "-m", module, *arguments]
-        code = subprocess.run(command, env=dict(environment), stdout=stream, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise SideError(_ended(module, code, log))
+        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, **options)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """The process, and what it started or left behind."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+    return f"the end of its log ({log}):\n" + "\n".join(lines)
 
 
 def _ended(module: str, code: int, log: Path) -> str:
-    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:])
-    return f"{module} ended with exit code {code}; the end of its log:\n{tail}"
+    return f"{module} ended with exit code {code}; {_tail(log)}"
+
+
+def _gave_up(process: subprocess.Popen, what: str, log: Path) -> str:
+    """What to say of a process that runs on; its stacks go to the log, after the lines that are shown."""
+    message = f"{what}; {_tail(log)}\n(the stacks of its threads follow there)"
+    try:
+        os.killpg(process.pid, _STACKS)
+        time.sleep(_STACKS_SECONDS)
+    except ProcessLookupError:
+        pass
+    return message
 
 
 class Side:
@@ -81,17 +155,14 @@ class Side:
     ) -> None:
         self._module, self._log, self.limit = module, log, limit
         read_end, write_end = os.pipe()
-        with log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                env={**environment, _REPLY_FD: str(write_end)},
-                pass_fds=[write_end],
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+        self._process = _start(
+            [sys.executable, "-m", module],
+            log,
+            env={**environment, _REPLY_FD: str(write_end)},
+            pass_fds=[write_end],
+            stdin=subprocess.PIPE,
+            text=True,
+        )
         os.close(write_end)
         self._replies, self._received = read_end, b""
         self._spec = spec
@@ -119,7 +190,8 @@ class Side:
         end = math.inf if self.limit is None else time.monotonic() + self.limit
         while b"\n" not in self._received:
             if time.monotonic() > end:
-                raise SideError(f"{self._module} gave no answer within {self.limit:g} s; see {self._log}")
+                what = f"{self._module} gave no answer within {self.limit:g} s"
+                raise SideError(_gave_up(self._process, what, self._log))
             if select.select([self._replies], [], [], _POLL_SECONDS)[0]:
                 part = os.read(self._replies, 1 << 16)
                 if not part:
@@ -134,7 +206,9 @@ class Side:
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """End the process: politely (its input closes), after a minute by force."""
+        """End the process: politely (its input closes), after a minute by force; say where it was when interrupted."""
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            print(_gave_up(self._process, f"{self._module} was interrupted", self._log), file=sys.stderr)
         try:
             self._process.stdin.close()  # type: ignore[union-attr]
         except BrokenPipeError:
@@ -143,11 +217,7 @@ class Side:
             self._process.wait(timeout=60 if kind is None else 5)
         except subprocess.TimeoutExpired:
             pass
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # the process, and what it left behind
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        _kill(self._process)
         os.close(self._replies)
 
 
@@ -157,6 +227,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[dict[str, Any]], Any]]) ->
     Args:
         build: takes the spec and returns the function that answers a request with JSON data.
     """
+    dump_stacks_on_request()
     reply = os.fdopen(int(os.environ.pop(_REPLY_FD)), "w", encoding="utf-8")
     answer = None
     for line in sys.stdin:

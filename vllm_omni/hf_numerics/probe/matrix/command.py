@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_omni.hf_numerics.probe.matrix import run as matrix
     from vllm_omni.hf_numerics.probe.matrix.rows import select
     from vllm_omni.hf_numerics.probe.matrix.summary import summary
+    from vllm_omni.hf_numerics.probe.side import working_folder
 
     device = options.resolve_device(arguments.device)
     try:
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"    {text}", file=stream, flush=True)
 
-    with matrix.working_folder(arguments.keep) as folder:
+    with working_folder(arguments.keep) as folder:
         matrix.run(spec, rows, folder, say, facts.__setitem__, ended)
     if arguments.json == "-":
         options.write_json(data(), "-")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs rows: one process for each engine that they need, one for each trainer, each row's result as it ends."""
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,7 @@ from vllm_omni.hf_numerics.probe.matrix.rows import (
 )
 from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
 
-__all__ = ["ROWS", "MatrixSpec", "run", "verdict_of", "working_folder"]
+__all__ = ["ROWS", "MatrixSpec", "run", "verdict_of"]
 
 # Engines in the order of their first row: refusals first, they take seconds; compile caches last, they take minutes.
 ROWS: tuple[Row, ...] = (*refusals.ROWS, *batches.ROWS, *sampling.ROWS, *lifecycle.ROWS, *execution.ROWS)
@@ -206,12 +205,3 @@ def run(
                     end(_died(row, error))
                 matrix.forget_trainers()
     return results
-
-
-@contextmanager
-def working_folder(keep: Path | None) -> Iterator[Path]:
-    """``keep``, made if absent, or a folder that goes away."""
-    with tempfile.TemporaryDirectory(prefix="hf-numerics-matrix-") as own:
-        folder = keep or Path(own)
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
