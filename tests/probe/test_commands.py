@@ -2,8 +2,10 @@
 """record, compare and gate through the command line, on the tiny thinker and real engines."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,19 @@ def test_records_of_other_weights_are_not_compared(folder):
     done = _command(folder, "compare", "other.json", "aligned.json")
     assert done.returncode == options.UNUSABLE
     assert "model.layers.1.mlp.gate.weight" in done.stdout
+
+
+def test_the_trainer_page_does_what_it_says(folder):
+    """Its code as it stands there, on this module's rollout; exact where the page says so, and nowhere else."""
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    section = page.partition("## Try it\n")[2].partition("\n## ")[0]
+    [code], [shown] = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "text"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed, expected = done.stdout.splitlines(), shown.splitlines()
+    assert printed[1] == "aligned: 0 of 24" and expected[1] == "aligned: 0 of 32"
+    assert printed[0].split(": ")[1] == printed[2].split(": ")[1] != "0 of 24"
+    assert printed[3:] == expected[3:]
 
 
 def test_gate(folder):
