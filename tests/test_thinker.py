@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as
 
 from vllm_omni.hf_numerics import plugin
 from vllm_omni.hf_numerics.config import HFNumericsConfigError
-from vllm_omni.hf_numerics.layers import cpu_reference, decoder_layer, moe
+from vllm_omni.hf_numerics.layers import attention, cpu_reference, decoder_layer, gemm, moe
 from vllm_omni.hf_numerics.models import qwen3_omni_thinker as ours
 from vllm_omni.hf_numerics.ops import OPS
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
@@ -99,11 +99,12 @@ def test_on_builds_the_modes_classes(build_thinker):
     for layer in text.layers:
         assert type(layer) is decoder_layer.HFNumericsDecoderLayer
         assert type(layer.mlp) is moe.HFNumericsSparseMoeBlock
-        assert type(layer.self_attn) is qwen3_moe.Qwen3MoeAttention
-        assert type(layer.self_attn.rotary_emb) is decoder_layer.HFNumericsMRotaryEmbedding
+        assert type(layer.self_attn) is decoder_layer.HFNumericsAttention
+        assert layer.self_attn.rotary_emb is None
         norms = (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm)
         assert {type(norm) for norm in norms} == {decoder_layer.HFNumericsRMSNorm}
     assert type(text.norm) is decoder_layer.HFNumericsRMSNorm
+    assert type(text.rotary_emb) is ours.HFNumericsMRotaryEmbedding
     assert not [m for m in text.modules() if isinstance(m, MRotaryEmbedding)]
     _assert_globals_restored()
 
@@ -116,18 +117,18 @@ def test_on_uses_the_reference_platform_everywhere_on_the_cpu(build_thinker):
     built = build_thinker(ON)
     for name, module in built.text.named_modules():
         if isinstance(module, LinearBase):
-            assert type(module.quant_method) is cpu_reference.ReferenceLinearMethod, name
+            assert type(module.quant_method) is gemm.HFNumericsLinearMethod, name
         if isinstance(module, Attention):
             assert type(module.impl) is cpu_reference.ReferenceAttentionImpl, name
     for layer in built.text.layers:
         assert type(layer.mlp.experts.routed_experts.quant_method) is cpu_reference.ReferenceExpertsMethod
-    assert type(built.thinker.language_model.lm_head.quant_method) is cpu_reference.ReferenceEmbeddingMethod
+    assert type(built.thinker.language_model.lm_head.quant_method) is gemm.HFNumericsEmbeddingMethod
 
 
 def test_every_op_of_the_mode_runs(build_thinker):
     built = build_thinker(ON)
     # No visual token here: test_thinker_numerics.py has them.
-    assert _ops_of(lambda: built.logits(torch.arange(5))) == set(OPS) - {"add_deepstack"}
+    assert _ops_of(lambda: built.logits(torch.arange(5))) == set(OPS) - {"add_deepstack", "mrope"}
 
 
 def test_parameters_have_the_stock_names(tiny_vllm_config, one_process, plugin_registered):
@@ -147,9 +148,9 @@ def test_parameters_have_the_stock_names(tiny_vllm_config, one_process, plugin_r
 @pytest.mark.parametrize("where", ["attention", "experts", "rotary", "fingerprint"])
 def test_globals_are_restored_when_construction_raises(build_thinker, monkeypatch, where):
     owner, name = {
-        "attention": (decoder_layer, "check_attention_backend"),
+        "attention": (attention, "check_attention_backend"),
         "experts": (moe, "check_moe_backend"),
-        "rotary": (decoder_layer, "HFNumericsMRotaryEmbedding"),
+        "rotary": (ours, "HFNumericsMRotaryEmbedding"),
         "fingerprint": (ours, "Fingerprint"),
     }[where]
 
@@ -184,7 +185,7 @@ def test_one_log_line_says_that_the_mode_is_on(build_thinker):
         ours.logger.removeHandler(handler)
     [(level, text)] = lines
     assert level == "INFO" and "is ON in worker pid" in text and "3 decoder layers" in text and "bfloat16" in text
-    assert all(f"{name}=reference" in text for name in OPS)
+    assert all(f"{name}=reference" in text for name in OPS if name != "mrope")
     assert text == built.thinker.hf_numerics_fingerprint.log_line()
 
 
@@ -194,7 +195,7 @@ def test_fingerprint_of_a_worker(build_thinker):
     wanted = {"mode": "on", "device": "cpu", "dtype": "bfloat16", "layers": 3, "deepstack_levels": 3, "exact": True}
     wanted |= {"model_runner": "v1", "cudagraph_mode": "NONE", "warnings": [], "moe_backend": "reference"}
     assert {name: fingerprint[name] for name in wanted} == wanted
-    assert fingerprint["ops"].keys() == OPS.keys()
+    assert fingerprint["ops"].keys() == OPS.keys() - {"mrope"}
 
 
 def test_flag_is_part_of_vllms_cache_key(tiny_vllm_config):

@@ -75,9 +75,10 @@ def _run_stock_order(built, inputs):
     """The same layers, with vLLM-Omni's own order: the level is added before the residual is."""
     built.clear()
     hidden, residual = inputs.embeds, None
+    rotary = built.text.rotary_emb(_positions_of_the_engine(), hidden.dtype)
     with built.step((0, 0, TOKENS)):
         for index, layer in enumerate(built.text.layers):
-            hidden, residual = layer(_positions_of_the_engine(), hidden, residual)
+            hidden, residual = layer(rotary, hidden, residual)
             if index < LEVELS:
                 hidden = hidden + inputs.levels[index]
         return built.text.norm(hidden, residual)[0]

@@ -13,7 +13,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
 from vllm_omni.hf_numerics.ops import mrope as module
-from vllm_omni.hf_numerics.ops.mrope import cos_sin, default_inv_freq, mrope
+from vllm_omni.hf_numerics.ops.mrope import mrope
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import reference as cos_sin
 from vllm_omni.hf_numerics.ops.rms_norm import rms_norm
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal, sample_inputs
 

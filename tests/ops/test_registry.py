@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from vllm_omni.hf_numerics import ops as ops_package
 from vllm_omni.hf_numerics.ops import OPS
-from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal, sample_inputs, spy_on
 
 README = Path(ops_package.__file__).parent.parent / "README.md"
@@ -151,6 +151,11 @@ def of_rows(name: str, rows: int, device: torch.device) -> tuple:
         case "mrope":
             positions = torch.randint(5000, (3, rows), generator=generator).to(device)
             return positions, x, normal(rows, 8), default_inv_freq(8, 1e6).to(device), [2, 1, 1]
+        case "mrope_cos_sin":
+            positions = torch.randint(5000, (3, rows), generator=generator).to(device)
+            return positions, default_inv_freq(8, 1e6).to(device), [2, 1, 1], torch.bfloat16
+        case "qk_norm_rope":
+            return normal(rows, 4 * 16), width, width, normal(rows, 16), normal(rows, 16), 2, 1e-6
         case "route":
             return x, normal(8, 16), 2, True
         case "experts":

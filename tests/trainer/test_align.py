@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from vllm_omni.hf_numerics import versions
-from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 from vllm_omni.hf_numerics.trainer import Alignment, align
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME

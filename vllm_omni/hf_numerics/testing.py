@@ -244,8 +244,38 @@ def _add_deepstack(make: _Maker) -> Iterator[Sample]:
     yield "special values", (make.special(8, 64), make.normal(8, 64), level(8))
 
 
+def _mrope_cos_sin(make: _Maker) -> Iterator[Sample]:
+    for label, (positions, _, _, inv_freq, sections) in _mrope(make):
+        yield label, (positions, inv_freq, sections, make.dtype)
+    inv_freq, sections = inv_freq.new_tensor([1.0, 0.5, 0.25, 0.125]), [2, 1, 1]
+    yield (
+        "negative and huge positions",
+        (torch.tensor([-3, 2**31, -(2**40)], device=make.device), inv_freq, sections, make.dtype),
+    )
+
+
+def _qk_norm_rope(make: _Maker) -> Iterator[Sample]:
+    def sample(qkv: torch.Tensor, head_dim: int, heads: int) -> tuple:
+        positions = make.integers(40000, qkv.shape[0])
+        angles = positions.float()[:, None] * torch.linspace(0.001, 1.0, head_dim // 2, device=make.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        weights = make.normal(head_dim), make.normal(head_dim)
+        return qkv, *weights, angles.cos().to(make.dtype), angles.sin().to(make.dtype), heads, 1e-6
+
+    for tokens in (0, 1, 3, 17):
+        yield f"rows={tokens}", sample(make.normal(tokens, 8 * 128), 128, 4)
+    yield "thinker's heads", sample(make.normal(5, 40 * 128), 128, 32)
+    yield "head of 64", sample(make.normal(5, 5 * 64), 64, 1)
+    yield "head of 16, odd number of heads", sample(make.normal(5, 7 * 16), 16, 3)
+    yield "head of 24", sample(make.normal(5, 4 * 24), 24, 2)
+    yield "slice of a wider tensor", sample(make.normal(5, 24 * 128)[:, 128 : 9 * 128], 128, 4)
+    yield "poisoned", sample(poisoned(make.normal(5, 8 * 128)), 128, 4)
+    yield "permuted", sample(make.permuted(5, 8 * 128), 128, 4)
+    yield "special values", sample(make.special(8, 4 * 32), 32, 2)
+
+
 def _mrope(make: _Maker) -> Iterator[Sample]:
-    from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+    from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 
     sections = [24, 20, 20]
     inv_freq = default_inv_freq(128, 1e6).to(make.device)
@@ -344,7 +374,9 @@ _SAMPLES: dict[str, Callable[[_Maker], Iterator[Sample]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "add_deepstack": _add_deepstack,
+    "mrope_cos_sin": _mrope_cos_sin,
     "mrope": _mrope,
+    "qk_norm_rope": _qk_norm_rope,
     "route": _route,
     "experts": _experts,
     "linear": _linear,

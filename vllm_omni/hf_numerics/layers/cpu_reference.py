@@ -1,40 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU reference platform puts in place of vLLM's CPU kernels: linear layers, experts' weights, attention.
+"""What the CPU reference platform puts in place of vLLM's CPU kernels: experts' weights and attention.
 
-vLLM's CPU layers choose a library by shape, dtype and instruction set and repack the weights for it; none of that
-promises equal bits for equal rows. The classes here keep the weights as they were loaded and call the mode's
-batch-invariant ops, which the trainer side calls too.
+vLLM's CPU kernels are chosen by shape, dtype and instruction set, and repack the weights for it; none of that promises
+equal bits for equal rows. The classes here keep the weights as they were loaded and call the mode's batch-invariant
+ops, which the trainer side calls too.
 """
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_omni.hf_numerics.ops import attention, linear  # noqa: F401  (registers the ops)
+from vllm_omni.hf_numerics.ops import attention  # noqa: F401  (registers the op)
 
-__all__ = ["ReferenceAttentionImpl", "keep_experts_weights", "use_reference_attention", "use_reference_linear"]
-
-
-class _ReferenceGemm:
-    """``apply`` and ``process_weights_after_loading`` shared by linear layers and the LM head."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Keeps the weight as loaded: there is nothing to pack for."""
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.hf_numerics.linear(x, layer.weight, bias)
-
-
-class ReferenceLinearMethod(_ReferenceGemm, UnquantizedLinearMethod):
-    """Linear layers on the CPU reference platform."""
-
-
-class ReferenceEmbeddingMethod(_ReferenceGemm, UnquantizedEmbeddingMethod):
-    """The LM head on the CPU reference platform."""
+__all__ = ["ReferenceAttentionImpl", "keep_experts_weights", "use_reference_attention"]
 
 
 class ReferenceExpertsMethod(UnquantizedFusedMoEMethod):
@@ -88,13 +68,6 @@ class ReferenceAttentionImpl(CPUAttentionBackendImpl):
             keys, values = cached.split(self.head_size, dim=-1)
             output[rows] = torch.ops.hf_numerics.causal_attention(query[rows], keys, values, self.scale)
         return output
-
-
-def use_reference_linear(*modules: nn.Module) -> None:
-    """Make linear layers (and an LM head) compute with the batch-invariant `linear` op; before weights load."""
-    for module in modules:
-        is_head = isinstance(module, ParallelLMHead)
-        module.quant_method = ReferenceEmbeddingMethod() if is_head else ReferenceLinearMethod()
 
 
 def use_reference_attention(attn: nn.Module) -> None:

@@ -26,7 +26,6 @@ class HFNumericsSparseMoeBlock(Qwen3MoeSparseMoeBlock):
         text_config = vllm_config.model_config.hf_text_config
         self.top_k = text_config.num_experts_per_tok
         self.renormalize = bool(text_config.norm_topk_prob)
-        self.batch_invariant_gemm = current_platform.is_cpu()
         self.moe_backend = self.experts.routed_experts.quant_method.unquantized_backend.value
         check_moe_backend(current_platform.device_type, self.moe_backend, vllm_config.kernel_config.moe_backend, prefix)
         if current_platform.is_cpu():
@@ -34,8 +33,6 @@ class HFNumericsSparseMoeBlock(Qwen3MoeSparseMoeBlock):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states ``[T, H]``; returns ``[T, H]``."""
-        weights, ids = torch.ops.hf_numerics.route(
-            hidden_states, self.gate.weight, self.top_k, self.renormalize, self.batch_invariant_gemm
-        )
+        weights, ids = torch.ops.hf_numerics.route(hidden_states, self.gate.weight, self.top_k, self.renormalize, True)
         routed = self.experts.routed_experts
         return torch.ops.hf_numerics.experts(hidden_states, routed.w13_weight, routed.w2_weight, weights, ids)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved M-RoPE through the mode's op."""
+"""cos and sin of interleaved M-RoPE, once a step for every layer."""
 
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from vllm_omni.hf_numerics.ops.mrope import default_inv_freq
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq  # importing it registers the op
 
 __all__ = ["HFNumericsMRotaryEmbedding"]
 
 
 class HFNumericsMRotaryEmbedding(nn.Module):
-    """Stands in for ``vllm...rotary_embedding.MRotaryEmbedding``; same call, transformers' bits.
+    """Part of the text model, as in transformers: ``Qwen3OmniMoeThinkerTextRotaryEmbedding``'s bits.
 
     ``inv_freq`` is a registered buffer (sleep mode keeps those) that holds the CPU's float32 bits on every device:
     it is computed on the CPU under any default device or dtype, and a cast of the module leaves it float32.
@@ -46,8 +46,6 @@ class HFNumericsMRotaryEmbedding(nn.Module):
             self.inv_freq = default_inv_freq(self.head_dim, self.rope_theta).to(self.inv_freq.device)
         return self
 
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions ``[T]`` or ``[3, T]``; query and key ``[T, heads * head_dim]``."""
-        return torch.ops.hf_numerics.mrope(positions, query, key, self.inv_freq, self.mrope_section)
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions ``[T]`` or ``[3, T]``; returns cos and sin, each ``[T, head_dim]`` in ``dtype``."""
+        return torch.ops.hf_numerics.mrope_cos_sin(positions, self.inv_freq, self.mrope_section, dtype)

@@ -13,11 +13,12 @@ from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as
 
 from vllm_omni.hf_numerics import config, plugin, requirements_check
 from vllm_omni.hf_numerics.fingerprint import Fingerprint
-from vllm_omni.hf_numerics.layers import cpu_reference
 from vllm_omni.hf_numerics.layers.decoder_layer import HFNumericsDecoderLayer
+from vllm_omni.hf_numerics.layers.gemm import use_linear_op
 from vllm_omni.hf_numerics.layers.norm import HFNumericsRMSNorm
+from vllm_omni.hf_numerics.layers.rotary import HFNumericsMRotaryEmbedding
 from vllm_omni.hf_numerics.layers.substitute import substituted
-from vllm_omni.hf_numerics.ops import OPS
+from vllm_omni.hf_numerics.ops import OPS, implementation, proof
 
 __all__ = ["HFNumericsQwen3OmniMoeThinkerForConditionalGeneration", "HFNumericsTextModel"]
 
@@ -39,6 +40,9 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=HFNumericsDecoderLayer)
         self.norm = HFNumericsRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
+        rope = self.config.rope_parameters
+        head_dim = self.layers[0].self_attn.head_dim
+        self.rotary_emb = HFNumericsMRotaryEmbedding(head_dim, rope["rope_theta"], rope["mrope_section"])
 
     def forward(
         self,
@@ -60,6 +64,7 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
         """
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         residual: torch.Tensor | None = None
+        rotary = self.rotary_emb(positions, hidden.dtype)
         deepstack = [] if deepstack_input_embeds is None else _levels(deepstack_input_embeds)
         wanted = frozenset(capture_layer_indices or ()) if return_hidden_states else frozenset()
         captured: dict[int, torch.Tensor] = {}
@@ -67,7 +72,7 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
             captured[0] = hidden.clone()
 
         for index, layer in enumerate(self.layers):
-            hidden, residual = layer(positions, hidden, residual)
+            hidden, residual = layer(rotary, hidden, residual)
             if index + 1 in wanted:
                 captured[index + 1] = residual + hidden
             if index < len(deepstack):
@@ -103,8 +108,11 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
         # vLLM-Omni 0.32 builds the text model from a module global and takes no class for it.
         with substituted(upstream, Qwen3MoeLLMModel=HFNumericsTextModel):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if current_platform.is_cpu():
-            cpu_reference.use_reference_linear(self.language_model.lm_head)
+        use_linear_op(self.language_model.lm_head)
+        if current_platform.is_cuda() and facts.batch_invariant:
+            proof.prove_tiles(
+                vllm_config.model_config.hf_text_config, vllm_config.model_config.dtype, torch.device("cuda")
+            )
         self.hf_numerics_fingerprint = self._make_fingerprint(vllm_config, facts)
         for warning in self.hf_numerics_fingerprint.warnings:
             logger.warning(warning)
@@ -113,8 +121,9 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
     def _make_fingerprint(self, vllm_config: VllmConfig, facts: requirements_check.EngineFacts) -> Fingerprint:
         layer = self.language_model.model.layers[0]
         on_cpu = current_platform.is_cpu()
+        # mrope is qk_norm_rope's second half under an interface of its own; attention is vLLM's where there is a GPU.
+        running = {name: op for name, op in OPS.items() if name != "mrope" and (on_cpu or name != "causal_attention")}
         compilation = vllm_config.compilation_config
-        reference_only = () if on_cpu else ("linear", "causal_attention")
         return Fingerprint(
             mode="on",
             device=current_platform.device_type,
@@ -128,8 +137,7 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
             cudagraph_mode="NONE" if on_cpu else str(getattr(compilation.cudagraph_mode, "name", "NONE")),
             moe_backend="reference" if on_cpu else layer.mlp.moe_backend,
             attention_backend="reference" if on_cpu else layer.self_attn.attn.attn_backend.get_name(),
-            ops={name: "reference" if on_cpu else "aten" for name in OPS if name not in reference_only}
-            | ({} if on_cpu else {"experts": "vllm.fused_experts"}),
+            ops={name: implementation(module, on_cpu, facts.batch_invariant) for name, module in running.items()},
             parallel={
                 "tensor": facts.tensor_parallel,
                 "pipeline": facts.pipeline_parallel,

@@ -14,19 +14,30 @@ from vllm_omni.hf_numerics.ops import (
     experts,
     linear,
     mrope,
+    mrope_cos_sin,
+    qk_norm_rope,
     rms_norm,
     route,
 )
 
-__all__ = ["OPS"]
+__all__ = ["OPS", "implementation"]
 
 OPS: dict[str, ModuleType] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "add_deepstack": add_deepstack,
+    "mrope_cos_sin": mrope_cos_sin,
     "mrope": mrope,
+    "qk_norm_rope": qk_norm_rope,
     "route": route,
     "experts": experts,
     "linear": linear,
     "causal_attention": attention,
 }
+
+
+def implementation(op: ModuleType, on_cpu: bool, batch_invariant: bool) -> str:
+    """What computes an op: "reference", "aten", "triton", or vLLM's own kernel, for the fingerprint and the docs."""
+    if on_cpu:
+        return "reference"
+    return getattr(op, "CUDA", "triton" if batch_invariant else "aten")

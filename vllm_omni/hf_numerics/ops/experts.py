@@ -5,7 +5,8 @@ Contract: ``experts(hidden, w13, w2, weights, ids) -> out``
 
 * hidden ``[T, H]``; w13 ``[E, 2 * I, H]``, gate rows first, then up; w2 ``[E, H, I]``; weights ``[T, k]``;
   ids ``[T, k]`` integers in [0, E). One floating dtype. Weights are read in place: no repack, no copy kept.
-* CUDA: ``vllm.model_executor.layers.fused_moe.fused_experts``, the function that the trainer calls too.
+* CUDA: ``vllm.model_executor.layers.fused_moe.fused_experts``, with the tile that batch invariance forces or one that
+  was proven equal (`tiles`).
 * CPU: per route, gate and up by `linear` (**rounded**), silu(gate) * up in float32 (**rounded**), down by `linear`
   (**rounded**), times the weight in float32; the k routes of a token summed in float32, **one rounding**.
 * A new contiguous ``[T, H]`` tensor in hidden.dtype; T = 0 is allowed. Opaque to ``torch.compile``.
@@ -16,8 +17,11 @@ Both sides of a parity claim call this op, so it defines the experts' numerics: 
 import torch
 
 from vllm_omni.hf_numerics.ops.arithmetic import TERM_BUDGET, silu, tree_sum
+from vllm_omni.hf_numerics.ops.tiles import Tile, experts_key, prove, tile_for
 
-__all__ = ["experts", "reference"]
+__all__ = ["CUDA", "experts", "prove_tiles", "reference"]
+
+CUDA = "vllm.fused_experts"  # see `implementation`
 
 
 def _route_linear(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -45,6 +49,49 @@ def reference(
     return tree_sum(weighted.view(tokens, top_k, w2.shape[1]).transpose(0, 1)).to(hidden.dtype)
 
 
+def _fused_experts(
+    hidden: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    tile: Tile | None,
+) -> torch.Tensor:
+    # Imported here: the op must be importable where vLLM's Triton kernels are not.
+    from vllm.model_executor.layers import fused_moe
+
+    if tile is None:
+        return fused_moe.fused_experts(hidden, w13, w2, weights, ids)
+    previous = fused_moe.get_config()
+    try:
+        with fused_moe.override_config(tile):
+            return fused_moe.fused_experts(hidden, w13, w2, weights, ids)
+    finally:
+        fused_moe._config = previous  # vLLM's context manager leaves its own in place after an exception
+
+
+def prove_tiles(
+    experts: int, intermediate: int, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Prove the shipped tiles of experts ``[E, 2 * I, H]`` on ``device``; without this the forced tile runs."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    # Experts are independent: a few stand for all, in a fraction of the memory.
+    few = max(top_k, 8)
+    w13 = normal(few, 2 * intermediate, hidden_size) / hidden_size**0.5
+    w2 = normal(few, hidden_size, intermediate) / intermediate**0.5
+    x, weights = normal(512, hidden_size), normal(512, top_k)
+    ids = torch.rand((512, few), generator=generator, device=device).topk(top_k, dim=-1).indices
+    prove(
+        experts_key(experts, intermediate, hidden_size, dtype),
+        torch.cuda.get_device_name(device),
+        lambda rows, tile: _fused_experts(x[:rows], w13, w2, weights[:rows], ids[:rows], tile),
+    )
+
+
 @torch.library.custom_op("hf_numerics::experts", mutates_args=())
 def experts(
     hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -56,10 +103,8 @@ def experts(
         if int(ids.min()) < 0 or int(ids.max()) >= w13.shape[0]:
             raise ValueError(f"needed expert ids in [0, {w13.shape[0]}); got {int(ids.min())} to {int(ids.max())}")
         return reference(hidden, w13, w2, weights, ids)
-    # Imported here: the op must be importable where vLLM's Triton kernels are not.
-    from vllm.model_executor.layers.fused_moe import fused_experts
-
-    return fused_experts(hidden.contiguous(), w13, w2, weights, ids)
+    tile = tile_for(experts_key(w13.shape[0], w2.shape[2], w13.shape[2], w13.dtype), hidden.shape[0])
+    return _fused_experts(hidden.contiguous(), w13, w2, weights, ids, tile)
 
 
 @experts.register_fake

@@ -7,17 +7,20 @@ Contract: ``rms_norm(x, weight, eps) -> normed``
 * mean of squares and ``x * rsqrt(mean + eps)`` in float32, **rounded to x.dtype**, then times weight
   (**rounded to the promoted dtype**, so a float32 weight gives a float32 result, as in transformers).
 * The result is a new contiguous tensor. Forward only; ``torch.compile`` sees one opaque op.
-* On CUDA the aten calls below run under vLLM's batch-invariant overrides (``aten::mean.dim``) when it installed
-  them, exactly as the trainer's do, so the op equals transformers with and without them.
+* CUDA under vLLM's batch-invariant overrides: one kernel with the bits of the aten sequence under them, for N a
+  multiple of 16 up to 8192 and eps a normal float32. Otherwise the aten sequence.
 
 Source: ``transformers.models.qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm``.
 """
 
 import torch
+import triton
+import triton.language as tl
 
 from vllm_omni.hf_numerics.ops.layout import standard
+from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS, aligned_rows, fused
 
-__all__ = ["reference", "rms_norm"]
+__all__ = ["check", "kernel_applies", "launch", "reference", "rms_norm", "rms_norm_kernel"]
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -26,9 +29,70 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
 
 
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, N, eps,
+    BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """One row a program. The shape [.., 256, 4] over 128 threads is the tree of vLLM's ``mean_kernel``: it loads
+    float32 in blocks of 1024, four neighbours a thread, and adds the blocks' sums. Flat bfloat16 loads get eight."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)[:, None, None] * 1024
+    column = block + tl.arange(0, 256)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    inside = column < N
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        x = (residual.to(tl.float32) + x.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * N + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    sums = tl.sum(tl.reshape(wide * wide, [BLOCKS, 1024]), axis=1)
+    # The override divides approximately (div.full) by a runtime N; so does this.
+    scale = tl.rsqrt(tl.sum(sums, axis=0) / N + eps)
+    rounded = (wide * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + row * N + column, (weight * rounded).to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+def check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise where the weight does not belong to the last dim of ``x``."""
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"needed x [..., N] and weight [N]; got {tuple(x.shape)} and {tuple(weight.shape)}")
+
+
+def kernel_applies(x: torch.Tensor, eps: float) -> bool:
+    """Whether the kernel has aten's bits here: the override's tree is another for a width that is no multiple of 16,
+    and the kernel's rsqrt flushes subnormals."""
+    width = x.shape[-1]
+    return fused(x) and width % 16 == 0 and 0 < width <= 8192 and eps >= torch.finfo(torch.float32).tiny
+
+
+def launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Normed and, with a residual, the rounded sum."""
+    normed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+    total = None if residual is None else x.new_empty(x.shape)
+    if x.numel() == 0:
+        return normed, total
+    rows = aligned_rows(x)
+    residual_rows = rows if residual is None else aligned_rows(residual)
+    width = rows.shape[1]
+    rms_norm_kernel[(rows.shape[0],)](
+        rows, residual_rows, weight.contiguous(), normed, normed if total is None else total,
+        rows.stride(0), residual_rows.stride(0), width, eps,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(width, 1024)), HAS_RESIDUAL=residual is not None,
+        num_warps=4, **KERNEL_OPTIONS,
+    )  # fmt: skip
+    return normed, total
+
+
 @torch.library.custom_op("hf_numerics::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dim of ``x``; see the module's contract."""
+    check(x, weight)
+    if kernel_applies(x, eps):
+        return launch(x, None, weight, eps)[0]
     return standard(reference(x, weight, eps))
 
 

@@ -9,12 +9,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from vllm_omni.hf_numerics import versions
 from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (registers the op)
-from vllm_omni.hf_numerics.ops.mrope import cos_sin, default_inv_freq
+from vllm_omni.hf_numerics.ops import proof
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
+from vllm_omni.hf_numerics.ops.mrope_cos_sin import reference as cos_sin
 from vllm_omni.hf_numerics.ops.route import from_logits
 from vllm_omni.hf_numerics.trainer.alignment import Alignment
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
@@ -43,9 +44,8 @@ def _linear_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The GEMM that the rollout's `route` op makes on this device, then transformers' formula."""
-    gemm = torch.ops.hf_numerics.linear if hidden_states.device.type == "cpu" else F.linear
-    logits = gemm(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    """The GEMM that the rollout's `route` op makes, then transformers' formula."""
+    logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     weights, ids = from_logits(logits, self.top_k, self.norm_topk_prob)
     return logits, weights, ids
 
@@ -72,9 +72,11 @@ def _with_layout(
     names = list(inspect.signature(type(text_model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    if tokens.device.type == "cuda":
-        handle.hold_overrides()  # here and not in align: the model may have been moved, or sharded with offload
     weights = text_model.embed_tokens.weight.dtype
+    if tokens.device.type == "cuda":
+        # Here and not in align: the model may have been moved, or sharded with offload.
+        handle.hold_overrides()
+        proof.prove_tiles(text_model.config, weights, tokens.device)
     if torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type) != weights:
         raise ValueError(
             f"needed weights in the rollout's dtype; got autocast over {weights} weights, which keeps the residual "

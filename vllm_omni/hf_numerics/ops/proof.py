@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GEMMs a thinker runs, on either side, and the proof of their tiles (see `tiles`)."""
+
+from typing import Any
+
+import torch
+
+from vllm_omni.hf_numerics.ops import experts, linear
+
+__all__ = ["linear_shapes", "prove_tiles"]
+
+
+def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
+    """``(N, K)`` of every linear layer of a thinker's text config: vLLM's fused projection and transformers' parts."""
+    hidden = config.hidden_size
+    query, key_value = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    return {
+        "qkv_proj": (query + 2 * key_value, hidden),
+        "q_proj": (query, hidden),
+        "k_proj, v_proj": (key_value, hidden),
+        "o_proj": (hidden, query),
+        "gate": (config.num_experts, hidden),
+        "lm_head": (config.vocab_size, hidden),
+    }
+
+
+def prove_tiles(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Prove every shipped tile that a thinker can use on a CUDA device; the others stay vLLM's. Once a process.
+
+    Args:
+        config: text config of the thinker.
+        dtype: of weights and activations.
+        device: where the proof runs; it needs some 200 MB for a moment.
+    """
+    for width, inner in linear_shapes(config).values():
+        linear.prove_tiles(width, inner, dtype, device)
+    experts.prove_tiles(
+        config.num_experts, config.moe_intermediate_size, config.hidden_size, config.num_experts_per_tok, dtype, device
+    )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of vLLM's Triton GEMMs that are fast on a device and give the bits of the one that vLLM forces.
+
+Under ``VLLM_BATCH_INVARIANT=1`` vLLM runs ``fused_experts`` and most linear layers with one tile size for every row
+count, so that a row's bits cannot depend on the batch. But tile sizes only cut the output and the steps of the sum
+over K; the products and their order stay. `prove` shows that on the device and the Triton at hand, for every tile of
+the shipped table (``tile_tables/DEVICE.json``) before it is used: equal bits, or the forced tile and a warning. Where
+nothing was proven, the forced tile runs.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+__all__ = ["Tile", "experts_key", "linear_key", "load", "prove", "table_path", "tile_for"]
+
+logger = logging.getLogger(__name__)
+
+Tile = dict[str, int]
+_FOLDER = Path(__file__).parent / "tile_tables"
+# Rows of the proof: one, less than any tile, several tiles with a rest.
+_PROOF_ROWS = (1, 13, 300)
+
+# What this process has proven: key of a GEMM to its tiles, by the largest row count that each is for.
+_proven: dict[str, dict[int, Tile]] = {}
+
+
+def linear_key(width: int, inner: int, dtype: torch.dtype) -> str:
+    """Name of a linear layer ``[N, K]`` in a table."""
+    return f"linear N={width} K={inner} {str(dtype).removeprefix('torch.')}"
+
+
+def experts_key(experts: int, intermediate: int, hidden: int, dtype: torch.dtype) -> str:
+    """Name of experts ``[E, 2 * I, H]`` in a table."""
+    return f"experts E={experts} I={intermediate} H={hidden} {str(dtype).removeprefix('torch.')}"
+
+
+def table_path(device_name: str) -> Path:
+    """File of a device's table, which need not exist."""
+    return _FOLDER / f"{device_name.replace(' ', '_').replace('/', '_')}.json"
+
+
+@functools.cache
+def load(device_name: str) -> dict[str, dict[int, Tile]]:
+    """A device's shipped table; empty where none is shipped."""
+    path = table_path(device_name)
+    if not path.exists():
+        return {}
+    tiles = json.loads(path.read_text(encoding="utf-8"))["tiles"]
+    return {key: {int(rows): tile for rows, tile in by_rows.items()} for key, by_rows in tiles.items()}
+
+
+def tile_for(key: str, rows: int) -> Tile | None:
+    """The proven tile for that many rows, or None: the forced one."""
+    by_rows = _proven.get(key)
+    if not by_rows:
+        return None
+    return by_rows[min((limit for limit in by_rows if limit >= rows), default=max(by_rows))]
+
+
+def _equal(run: Callable[[int, Tile | None], torch.Tensor], tile: Tile) -> bool:
+    return all(torch.equal(run(rows, tile), run(rows, None)) for rows in _PROOF_ROWS)
+
+
+def prove(key: str, device_name: str, run: Callable[[int, Tile | None], torch.Tensor]) -> None:
+    """Compare every shipped tile of a GEMM with the forced one, and use from now on those that are equal. Once a key.
+
+    Args:
+        key: from `linear_key` or `experts_key`.
+        device_name: as CUDA names it.
+        run: result of the GEMM on that many rows of data that depends on nothing else, with a tile or the forced one.
+    """
+    if key in _proven:
+        return
+    _proven[key] = {}  # while the proof runs, the forced tile is what it compares with
+    shipped = load(device_name).get(key, {})
+    verdicts = {str(tile): _equal(run, tile) for tile in shipped.values()}
+    _proven[key] = {rows: tile for rows, tile in shipped.items() if verdicts[str(tile)]}
+    for tile, equal in verdicts.items():
+        if not equal:
+            logger.warning(
+                "HF numerics: tile %s of %s differs from vLLM's forced one on %s; not used", tile, key, device_name
+            )
+    if not shipped:
+        logger.info(
+            "HF numerics: no tiles for %s on %s: vLLM's forced ones run",
+            key,
+            device_name,
+        )
