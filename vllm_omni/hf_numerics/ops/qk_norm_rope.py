@@ -24,9 +24,6 @@ from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS, aligned_rows, fu
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_kernel", "reference", "split_heads"]
 
-# (token, head) pairs of one program: 4 warps, one head a warp at a time.
-_ROWS = 16
-
 
 def split_heads(qkv: torch.Tensor, heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the query heads ``[T, Hq, D]`` and key heads ``[T, Hk, D]``."""
@@ -51,50 +48,47 @@ def reference(
 
 
 @triton.jit
-def _weight(q_weight_ptr, k_weight_ptr, column, is_q, is_k):
-    q_weight = tl.load(q_weight_ptr + column, mask=is_q, other=0.0)
-    return tl.where(is_q, q_weight, tl.load(k_weight_ptr + column, mask=is_k, other=0.0)).to(tl.float32)
+def _normed(x_ptr, weight_ptr, column, inside, scale):
+    x = tl.load(x_ptr + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    rounded = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    return (weight * rounded).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _normed(x_ptr, offset, row_scale, weight, inside):
-    x = tl.load(x_ptr + offset, mask=inside, other=0.0)
-    rounded = (x.to(tl.float32) * row_scale).to(x_ptr.dtype.element_ty).to(tl.float32)
-    return (weight * rounded).to(x_ptr.dtype.element_ty).to(tl.float32)
+def _head(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, N, eps, D: tl.constexpr):
+    """One head by one warp. The flattened [32, 4] is the tree of vLLM's ``mean_kernel`` over D <= 128 elements: four
+    neighbours a thread, then the lanes; its other 1024 - D terms are zeros."""
+    column = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    inside = column < D
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    # The override divides approximately (div.full) by a runtime N; so does this.
+    scale = tl.rsqrt(tl.sum(x * x) / N + eps)
+    own = _normed(x_ptr, weight_ptr, column, inside, scale)
+    half = _normed(x_ptr, weight_ptr, (column + D // 2) % D, inside, scale)  # what rotate_half puts here
+    half *= tl.where(column < D // 2, -1.0, 1.0)  # Triton's unary minus would make +0.0 of 0.0
+    cos = tl.load(cos_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    rotated = (own * cos).to(dtype).to(tl.float32) + (half * sin).to(dtype).to(tl.float32)
+    tl.store(out_ptr + column, rotated.to(dtype), mask=inside)
 
 
 @triton.jit
 def qk_norm_rope_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, qkv_stride, pairs, Q_HEADS, K_HEADS, N, eps,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, qkv_stride, Q_HEADS, K_HEADS, N, eps,
+    D: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (token, head) pairs a program. Four neighbours a thread, then the lanes, is the tree of vLLM's
-    ``mean_kernel`` over D <= 128 elements (its other 1024 - D are zeros)."""
-    # 2**31 pairs of this many elements would not fit a GPU; offsets in elements can pass 2**31, hence int64.
-    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
-    inside = pair < pairs
-    token, head = (pair // (Q_HEADS + K_HEADS)).to(tl.int64), pair % (Q_HEADS + K_HEADS)
-    column = tl.arange(0, D // 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    other = (column + D // 2) % D  # where rotate_half takes its element from
-    own_row = token * qkv_stride + head * D
-
-    x = tl.load(qkv_ptr + own_row + column, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(tl.sum(x * x, axis=2), axis=1) / N
-    row_scale = tl.rsqrt(mean + eps)[:, None, None]
-
-    is_q, is_k = inside & (head < Q_HEADS), inside & (head >= Q_HEADS)
-    weight = _weight(q_weight_ptr, k_weight_ptr, column, is_q, is_k)
-    other_weight = _weight(q_weight_ptr, k_weight_ptr, other, is_q, is_k)
-    cos = tl.load(cos_ptr + token * D + column, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * D + column, mask=inside, other=0.0).to(tl.float32)
-
-    dtype = qkv_ptr.dtype.element_ty
-    own = _normed(qkv_ptr, own_row + column, row_scale, weight, inside)
-    half = _normed(qkv_ptr, own_row + other, row_scale, other_weight, inside)
-    half = tl.where(column < D // 2, -half, half)
-    rotated = ((own * cos).to(dtype).to(tl.float32) + (half * sin).to(dtype).to(tl.float32)).to(dtype)
-    tl.store(q_ptr + (token * Q_HEADS + head) * D + column, rotated, mask=is_q)
-    tl.store(k_ptr + (token * K_HEADS + head - Q_HEADS) * D + column, rotated, mask=is_k)
+    """One (token, head) a program of one warp."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x_ptr = qkv_ptr + token * qkv_stride + head * D
+    cos_ptr += token * D
+    sin_ptr += token * D
+    if head < Q_HEADS:
+        _head(x_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_ptr + (token * Q_HEADS + head) * D, N, eps, D)
+    else:
+        out_ptr = k_ptr + (token * K_HEADS + head - Q_HEADS) * D
+        _head(x_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr, N, eps, D)
 
 
 def launch(
@@ -112,11 +106,9 @@ def launch(
     if tokens == 0:
         return q, k
     rows = aligned_rows(qkv)
-    pairs = tokens * (heads + kv_heads)
-    qk_norm_rope_kernel[(triton.cdiv(pairs, _ROWS),)](
+    qk_norm_rope_kernel[(tokens, heads + kv_heads)](
         rows, q_weight.contiguous(), k_weight.contiguous(), cos.contiguous(), sin.contiguous(), q, k,
-        rows.stride(0), pairs, heads, kv_heads, head_dim, eps,
-        D=head_dim, ROWS=_ROWS, num_warps=4, **KERNEL_OPTIONS,
+        rows.stride(0), heads, kv_heads, head_dim, eps, D=head_dim, num_warps=1, **KERNEL_OPTIONS,
     )  # fmt: skip
     return q, k
 

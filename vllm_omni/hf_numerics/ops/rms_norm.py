@@ -30,28 +30,46 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 @triton.jit
+def _columns(block: tl.constexpr):
+    return block * 1024 + tl.arange(0, 256)[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL: tl.constexpr):
+    x = tl.load(x_ptr + column, mask=column < N, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + column, mask=column < N, other=0.0)
+        x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, N, eps,
     BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. The shape [.., 256, 4] over 128 threads is the tree of vLLM's ``mean_kernel``: it loads
-    float32 in blocks of 1024, four neighbours a thread, and adds the blocks' sums. Flat bfloat16 loads get eight."""
+    """One row a program. The flattened [256, 4] over 128 threads is the tree of vLLM's ``mean_kernel``: it loads
+    float32 in blocks of 1024, four neighbours a thread, and adds the blocks' sums. Flat bfloat16 loads get eight, and
+    a sum over one axis of a larger tensor takes another order."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)[:, None, None] * 1024
-    column = block + tl.arange(0, 256)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    inside = column < N
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
-        x = (residual.to(tl.float32) + x.to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * N + column, x, mask=inside)
-    wide = x.to(tl.float32)
-    sums = tl.sum(tl.reshape(wide * wide, [BLOCKS, 1024]), axis=1)
+    x_ptr += row * x_stride
+    residual_ptr += row * residual_stride
+    squares = 0.0
+    for block in tl.static_range(BLOCKS):
+        column = _columns(block)
+        wide = _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL).to(tl.float32)
+        squares += tl.sum(wide * wide)
     # The override divides approximately (div.full) by a runtime N; so does this.
-    scale = tl.rsqrt(tl.sum(sums, axis=0) / N + eps)
-    rounded = (wide * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + row * N + column, (weight * rounded).to(normed_ptr.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(squares / N + eps)
+    for block in tl.static_range(BLOCKS):
+        column = _columns(block)
+        x = _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL)  # from the cache
+        if HAS_RESIDUAL:
+            tl.store(total_ptr + row * N + column, x, mask=column < N)
+        rounded = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+        normed = (weight * rounded).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + row * N + column, normed, mask=column < N)
 
 
 def check(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -81,7 +99,7 @@ def launch(
     rms_norm_kernel[(rows.shape[0],)](
         rows, residual_rows, weight.contiguous(), normed, normed if total is None else total,
         rows.stride(0), residual_rows.stride(0), width, eps,
-        BLOCKS=triton.next_power_of_2(triton.cdiv(width, 1024)), HAS_RESIDUAL=residual is not None,
+        BLOCKS=triton.cdiv(width, 1024), HAS_RESIDUAL=residual is not None,
         num_warps=4, **KERNEL_OPTIONS,
     )  # fmt: skip
     return normed, total

@@ -28,9 +28,6 @@ from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS, aligned_rows, fu
 
 __all__ = ["from_logits", "reference", "route", "softmax_kernel"]
 
-# Tokens of one program: 4 warps, one token a warp at a time.
-_ROWS = 16
-
 
 def from_logits(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The part of the contract after the GEMM: logits ``[T, E]`` to (weights, ids)."""
@@ -54,16 +51,15 @@ def reference(
 
 
 @triton.jit
-def softmax_kernel(logits_ptr, out_ptr, stride, rows, E: tl.constexpr, ROWS: tl.constexpr):
-    """float32 softmax of ROWS rows of E <= 128 logits, as vLLM's ``_softmax_kernel`` over the converted logits: four
-    neighbours a thread, then the lanes (its other 1024 - E terms are zeros); exp and division are approximate there."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
-    column = tl.arange(0, E // 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    inside = row < rows
-    logits = tl.load(logits_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    highest = tl.max(tl.max(logits, axis=2), axis=1)[:, None, None]
-    terms = tl.exp(logits - highest)
-    total = tl.sum(tl.sum(terms, axis=2), axis=1)[:, None, None]
+def softmax_kernel(logits_ptr, out_ptr, stride, E: tl.constexpr):
+    """float32 softmax of a row of E <= 128 logits by one warp, as vLLM's ``_softmax_kernel`` over the converted logits:
+    four neighbours a thread, then the lanes (its other 1024 - E terms are zeros); exp and division are approximate."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    inside = column < E
+    logits = tl.load(logits_ptr + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32)
+    terms = tl.exp(logits - tl.max(logits))
+    total = tl.sum(tl.where(inside, terms, 0.0))
     tl.store(out_ptr + row * E + column, terms / total, mask=inside)
 
 
@@ -72,9 +68,7 @@ def _softmax(logits: torch.Tensor) -> torch.Tensor:
         return F.softmax(logits, dtype=torch.float, dim=-1)
     rows = aligned_rows(logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    softmax_kernel[(triton.cdiv(rows.shape[0], _ROWS),)](
-        rows, out, rows.stride(0), rows.shape[0], E=rows.shape[1], ROWS=_ROWS, num_warps=4, **KERNEL_OPTIONS
-    )
+    softmax_kernel[(rows.shape[0],)](rows, out, rows.stride(0), E=rows.shape[1], num_warps=1, **KERNEL_OPTIONS)
     return out
 
 
