@@ -95,10 +95,11 @@ def test_gradient(temperature: float, dtype: torch.dtype, device: torch.device) 
     leaf = logits.clone().requires_grad_()
     token_logprobs(leaf, ids, temperature).backward(grad)
     assert (leaf.grad.dtype, leaf.grad.shape) == (dtype, logits.shape)
-    scaled = logits.double() / temperature
+    # On the CPU: vLLM's override of softmax takes no float64.
+    scaled = logits.double().cpu() / temperature
     probabilities = scaled.softmax(-1)
-    one_hot = torch.zeros_like(scaled).scatter_(1, ids[:, None], 1.0)
-    slope = grad.double()[:, None] / temperature
+    one_hot = torch.zeros_like(scaled).scatter_(1, ids.cpu()[:, None], 1.0)
+    slope = grad.double().cpu()[:, None] / temperature
     exact = slope * (one_hot - probabilities)
     unit = 2.0**-24
     relative = (2.0 * scaled.abs().amax() + 100 + 8) * unit
@@ -106,7 +107,7 @@ def test_gradient(temperature: float, dtype: torch.dtype, device: torch.device) 
     if dtype != torch.float32:
         # Half a step of the narrow dtype, relative; float16 has an absolute step below its normal numbers too.
         bound = bound + (exact.abs() + bound) * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal * 2**-10
-    assert bool(((leaf.grad.double() - exact).abs() <= bound).all())
+    assert bool(((leaf.grad.double().cpu() - exact).abs() <= bound).all())
 
 
 @every_dtype
