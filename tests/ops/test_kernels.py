@@ -16,30 +16,34 @@ from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 L4_SHARED_MEMORY = 101_376
 CAPABILITIES = [80, 89, 90, 100]
 DTYPES = ["bf16", "fp16", "fp32"]
-# name: kernel, its compile-time arguments, and how many approximate divisions vLLM's override has where it has one.
+# name: kernel, its compile-time arguments, warps, and how many of its divisions are approximate: those of vLLM's
+# override (a mean's, one for each kind of head), and none elsewhere.
 KERNELS = {
-    "rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": False}, 1),
-    "rms_norm 128": (rms_norm.rms_norm_kernel, {"BLOCKS": 1, "HAS_RESIDUAL": False}, 1),
-    "add_rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": True}, 1),
-    "add_deepstack 2048": (add_deepstack.add_deepstack_kernel, {"BLOCK": 2048}, 0),
-    "qk_norm_rope 128": (qk_norm_rope.qk_norm_rope_kernel, {"D": 128}, 2),
-    "qk_norm_rope 16": (qk_norm_rope.qk_norm_rope_kernel, {"D": 16}, 2),
-    "route 128": (route.softmax_kernel, {"E": 128}, None),
+    "rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": False}, 4, 1),
+    "rms_norm 128": (rms_norm.rms_norm_kernel, {"BLOCKS": 1, "HAS_RESIDUAL": False}, 4, 1),
+    "add_rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": True}, 4, 1),
+    "add_deepstack 2048": (add_deepstack.add_deepstack_kernel, {"BLOCK": 2048}, 4, 0),
+    "qk_norm_rope 128": (qk_norm_rope.qk_norm_rope_kernel, {"D": 128}, 1, 2),
+    "qk_norm_rope 16": (qk_norm_rope.qk_norm_rope_kernel, {"D": 16}, 1, 2),
+    "route 128": (route.softmax_kernel, {"E": 128}, 1, 4),
 }
 
 
-def compiled(kernel, constants: dict, capability: int, dtype: str):
+def compiled(name: str, capability: int, dtype: str):
     """The kernel for a GPU that need not be here, with pointers and strides aligned as the launchers see to."""
+    kernel, constants, warps, _ = KERNELS[name]
     signature, values, aligned = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(index,)] = "constexpr", constants[name]
+    for index, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], values[(index,)] = "constexpr", constants[argument]
             continue
-        signature[name] = f"*{dtype}" if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
-        if name != "eps":
+        signature[argument] = f"*{dtype}" if argument.endswith("_ptr") else "fp32" if argument == "eps" else "i32"
+        if argument != "eps":
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=KERNEL_OPTIONS)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={**KERNEL_OPTIONS, "num_warps": warps}
+    )
 
 
 # Without a bfloat16 add or multiply a GPU does a + b as fma(a, 1, b) and a * b as fma(a, b, -0): one rounding too.
@@ -67,18 +71,16 @@ every_kernel = pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_ptx(name: str, dtype: str, capability: int) -> None:
-    kernel, constants, divisions = KERNELS[name]
-    program = compiled(kernel, constants, capability, dtype)
+    program = compiled(name, capability, dtype)
     ptx = program.asm["ptx"]
     assert not contractions(ptx)
     assert program.metadata.shared <= L4_SHARED_MEMORY
-    if divisions is not None:
-        assert len(re.findall(r"div\.(full|approx)", ptx)) == divisions
+    assert len(re.findall(r"div\.(full|approx)", ptx)) == KERNELS[name][3]
 
 
 def test_contraction_would_be_seen() -> None:
     """Negative control of the test above: with the compiler's default the sum of squares is contracted."""
-    kernel, constants, _ = KERNELS["rms_norm 2048"]
+    kernel, constants, *_ = KERNELS["rms_norm 2048"]
     signature = {name: "constexpr" if name in constants else "*bf16" for name in kernel.arg_names}
     signature |= {"x_stride": "i32", "residual_stride": "i32", "N": "i32", "eps": "fp32"}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -90,8 +92,7 @@ def test_contraction_would_be_seen() -> None:
 @pytest.mark.parametrize("name", ["rms_norm 2048", "rms_norm 128", "add_rms_norm 2048"])
 def test_reduction_tree_is_the_overrides(name: str, dtype: str) -> None:
     """vLLM's mean_kernel: four float32 a thread, 32 lanes, 4 warps; a load of bfloat16 alone would take eight."""
-    kernel, constants, _ = KERNELS[name]
-    ttgir = compiled(kernel, constants, 90, dtype).asm["ttgir"]
+    ttgir = compiled(name, 90, dtype).asm["ttgir"]
     layout = re.search(r"tt\.reshape .* allow_reorder : tensor<256x4xf32, (#\w+)>", ttgir)[1]
     definition = re.search(rf"^{layout} = (.*)$", ttgir, re.M)[1]
     assert "sizePerThread = [1, 4], threadsPerWarp = [32, 1], warpsPerCTA = [4, 1], order = [1, 0]" in definition
