@@ -76,3 +76,10 @@ def test_commands_in_the_docs_are_those_of_the_results():
     text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     commands = {run["command"] for run in _result("parity-h200.json")["runs"]} | {_result("gate-h200.json")["command"]}
     assert all(f"$ {command}\n" in text for command in commands)
+
+
+def test_locate_on_a_gpu_named_every_fault():
+    result = _result("locate-h200.json")
+    assert result["first"] is None and all(point["differing"] == 0 for point in result["points"])
+    assert len(result["verified"]) == 6 and all(fault["named"] for fault in result["verified"])
+    assert "each of six\nfaults put in was named" in (ROOT / "docs" / "probe.md").read_text(encoding="utf-8")

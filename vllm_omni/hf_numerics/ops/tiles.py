@@ -85,9 +85,3 @@ def prove(key: str, device_name: str, run: Callable[[int, Tile | None], torch.Te
             logger.warning(
                 "HF numerics: tile %s of %s differs from vLLM's forced one on %s; not used", tile, key, device_name
             )
-    if not shipped:
-        logger.info(
-            "HF numerics: no tiles for %s on %s: vLLM's forced ones run",
-            key,
-            device_name,
-        )
