@@ -41,7 +41,7 @@ def reference(
     heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = split_heads(qkv.contiguous(), heads, cos.shape[-1])  # a mean may depend on the strides
+    q, k = split_heads(qkv, heads, cos.shape[-1])
     q = rotate(_rms_norm.reference(q, q_weight, eps).flatten(1), cos, sin)
     k = rotate(_rms_norm.reference(k, k_weight, eps).flatten(1), cos, sin)
     return q, k

@@ -24,7 +24,7 @@ __all__ = ["check", "kernel_applies", "launch", "reference", "rms_norm", "rms_no
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.to(torch.float32)
+    wide = x.to(torch.float32).contiguous()  # a mean may follow the strides of what it reduces
     mean_square = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
 
