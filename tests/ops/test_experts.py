@@ -187,3 +187,20 @@ def test_cpu_bits_follow_neither_budget_nor_threads(
             assert_bitwise_equal(experts(*args), whole, f"{count} threads")
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h, a, b, w, i: (h[:2], a, b, w, i), "needed hidden"),
+        (lambda h, a, b, w, i: (h[:, :-1], a, b, w, i), "needed hidden"),
+        (lambda h, a, b, w, i: (h, a[:-1], b, w, i), "needed hidden"),
+        (lambda h, a, b, w, i: (h, a, b[:, :, :-1], w, i), "needed hidden"),
+        (lambda h, a, b, w, i: (h, a, b, w[:, :1], i), "needed hidden"),
+        (lambda h, a, b, w, i: (h, a, b, w, i.float()), "needed int32 or int64 ids"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message: str, device: torch.device) -> None:
+    args = dict(sample_inputs("experts", device, torch.bfloat16))["rows=5"]
+    with pytest.raises(ValueError, match=message):
+        torch.ops.hf_numerics.experts(*change(*args))

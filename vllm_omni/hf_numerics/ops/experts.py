@@ -92,11 +92,27 @@ def prove_tiles(
     )
 
 
+def _check(hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    """Shapes and types only: to look at the ids on CUDA would synchronise; there they must be in [0, E)."""
+    experts, intermediate = w13.shape[0], w13.shape[1] // 2
+    wanted = (experts, 2 * intermediate, hidden.shape[-1]), (experts, hidden.shape[-1], intermediate)
+    fits = (tuple(w13.shape), tuple(w2.shape)) == wanted and weights.shape == ids.shape
+    if hidden.dim() != 2 or ids.dim() != 2 or ids.shape[0] != hidden.shape[0] or not fits:
+        raise ValueError(
+            "needed hidden [T, H], w13 [E, 2 * I, H], w2 [E, H, I], weights and ids [T, k]; got "
+            f"{tuple(hidden.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}, {tuple(weights.shape)} and "
+            f"{tuple(ids.shape)}"
+        )
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"needed int32 or int64 ids; got {ids.dtype}")
+
+
 @torch.library.custom_op("hf_numerics::experts", mutates_args=())
 def experts(
     hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """Run the chosen experts and sum their outputs; see the module's contract."""
+    _check(hidden, w13, w2, weights, ids)
     if hidden.shape[0] == 0:
         return hidden.new_empty(hidden.shape)
     if hidden.device.type == "cpu":
