@@ -132,7 +132,7 @@ def test_deploy_snippet_switches_the_mode_on_for_the_thinker_alone():
     [snippet] = re.findall(r"```yaml\n(.*?)```", _read("docs/features/hf_numerics.md"), re.DOTALL)
     [stage] = yaml.safe_load(snippet)["stages"]
     assert stage["stage_id"] == 0 and stage["moe_backend"] == "triton"
-    assert config.is_enabled(stage["additional_config"]) is True
+    assert config.is_enabled(stage["engine_extras"]["additional_config"]) is True and "additional_config" not in stage
 
 
 def test_figures_of_the_feature_page_are_those_of_the_parity_page():

@@ -5,7 +5,7 @@ Under ``VLLM_BATCH_INVARIANT=1`` vLLM runs ``fused_experts`` and most linear lay
 count, so that a row's bits cannot depend on the batch. But tile sizes only cut the output and the steps of the sum
 over K; the products and their order stay. `prove` shows that on the device and the Triton at hand, for every tile of
 the shipped table (``tile_tables/DEVICE.json``) before it is used: equal bits, or the forced tile and a warning. Where
-nothing was proven, the forced tile runs.
+nothing was proven, the forced tile runs. No table is shipped yet.
 """
 
 import functools
