@@ -27,7 +27,7 @@ setup(
     packages=find_namespace_packages(include=["vllm_omni.hf_numerics", "vllm_omni.hf_numerics.*"]),
     # The command's entry point: it must be importable without running upstream's __init__ (see its docstring).
     py_modules=["hf_numerics_cli"],
-    package_data={"vllm_omni.hf_numerics": ["README.md", "py.typed", "deploy/*.yaml"]},
+    package_data={"vllm_omni.hf_numerics": ["README.md", "py.typed", "deploy/*.yaml", "ops/tile_tables/*.json"]},
     install_requires=requirements("common"),
     extras_require={"report": ["matplotlib"], "test": requirements("test"), "docs": requirements("docs")},
     entry_points={

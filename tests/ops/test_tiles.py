@@ -98,4 +98,4 @@ def test_another_tile_has_the_forced_ones_bits() -> None:
             part = x[:rows]
             assert_bitwise_equal(linear.compute(part, weight, None, tile), linear.compute(part, weight))
             args = (part, w13, w2, normal(rows, 8), ids[:rows])
-            assert_bitwise_equal(experts._fused_experts(*args, tile), experts._fused_experts(*args, None))
+            assert_bitwise_equal(experts.compute(*args, tile), experts.compute(*args, None))

@@ -49,7 +49,7 @@ def reference(
     return tree_sum(weighted.view(tokens, top_k, w2.shape[1]).transpose(0, 1)).to(hidden.dtype)
 
 
-def _fused_experts(
+def compute(
     hidden: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -88,7 +88,7 @@ def prove_tiles(
     prove(
         experts_key(experts, intermediate, hidden_size, dtype),
         torch.cuda.get_device_name(device),
-        lambda rows, tile: _fused_experts(x[:rows], w13, w2, weights[:rows], ids[:rows], tile),
+        lambda rows, tile: compute(x[:rows], w13, w2, weights[:rows], ids[:rows], tile),
     )
 
 
@@ -120,7 +120,7 @@ def experts(
             raise ValueError(f"needed expert ids in [0, {w13.shape[0]}); got {int(ids.min())} to {int(ids.max())}")
         return reference(hidden, w13, w2, weights, ids)
     tile = tile_for(experts_key(w13.shape[0], w2.shape[2], w13.shape[2], w13.dtype), hidden.shape[0])
-    return _fused_experts(hidden.contiguous(), w13, w2, weights, ids, tile)
+    return compute(hidden.contiguous(), w13, w2, weights, ids, tile)
 
 
 @experts.register_fake

@@ -44,7 +44,10 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def _tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
-    """vLLM's persistent matmul kernel with another tile than ``matmul_persistent`` would take."""
+    """vLLM's persistent matmul kernel with another tile than ``matmul_persistent`` would take.
+
+    ``PROGRAMS_PER_SM`` says how many programs share a multiprocessor: with low tiles one alone cannot keep it busy.
+    """
     import triton
     from vllm.model_executor.determinism.batch_invariant import matmul_kernel_persistent
     from vllm.utils.platform_utils import num_compute_units
@@ -53,13 +56,14 @@ def _tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, til
     (height, inner), width = rows.shape, weight.shape[0]
     out = rows.new_empty((height, width))
     programs = triton.cdiv(height, tile["BLOCK_SIZE_M"]) * triton.cdiv(width, tile["BLOCK_SIZE_N"])
-    compute_units = num_compute_units(x.device.index)
-    matmul_kernel_persistent[(min(compute_units, programs),)](
+    options = dict(tile)
+    slots = num_compute_units(x.device.index) * options.pop("PROGRAMS_PER_SM", 1)
+    matmul_kernel_persistent[(min(slots, programs),)](
         rows, weight, out, bias, height, width, inner,
         rows.stride(0), rows.stride(1), weight.stride(1), weight.stride(0), out.stride(0), out.stride(1),
         1 if bias is None else bias.stride(0),
-        NUM_SMS=compute_units, A_LARGE=rows.numel() > 2**31, B_LARGE=weight.numel() > 2**31,
-        C_LARGE=out.numel() > 2**31, HAS_BIAS=bias is not None, **tile,
+        NUM_SMS=slots, A_LARGE=rows.numel() > 2**31, B_LARGE=weight.numel() > 2**31,
+        C_LARGE=out.numel() > 2**31, HAS_BIAS=bias is not None, **options,
     )  # fmt: skip
     return out.view(*x.shape[:-1], width)
 

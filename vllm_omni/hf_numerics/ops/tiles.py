@@ -4,26 +4,30 @@
 Under ``VLLM_BATCH_INVARIANT=1`` vLLM runs ``fused_experts`` and most linear layers with one tile size for every row
 count, so that a row's bits cannot depend on the batch. But tile sizes only cut the output and the steps of the sum
 over K; the products and their order stay. `prove` shows that on the device and the Triton at hand, for every tile of
-the shipped table (``tile_tables/DEVICE.json``) before it is used: equal bits, or the forced tile and a warning. Where
-nothing was proven, the forced tile runs. No table is shipped yet.
+the device's table (``DEVICE.json`` in the folder ``HF_NUMERICS_TILES``, else the shipped one in ``tile_tables/``)
+before it is used: equal bits, or the forced tile and a warning. Where nothing was proven, the forced tile runs.
+``hf-numerics tune`` writes such a table.
 """
 
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-__all__ = ["Tile", "experts_key", "linear_key", "load", "prove", "table_path", "tile_for"]
+__all__ = ["FOLDER_VARIABLE", "Tile", "experts_key", "linear_key", "load", "prove", "table_path", "tile_for"]
 
 logger = logging.getLogger(__name__)
 
 Tile = dict[str, int]
 _FOLDER = Path(__file__).parent / "tile_tables"
-# Rows of the proof: one, less than any tile, several tiles with a rest.
-_PROOF_ROWS = (1, 13, 300)
+# Names a folder of tables that go before the shipped ones; "off": no table at all.
+FOLDER_VARIABLE = "HF_NUMERICS_TILES"
+# Rows of the proof: one, and several tiles with a rest. Each costs a compilation, the first time on a machine.
+_PROOF_ROWS = (1, 300)
 
 # What this process has proven: key of a GEMM to its tiles, by the largest row count that each is for.
 _proven: dict[str, dict[int, Tile]] = {}
@@ -39,19 +43,33 @@ def experts_key(experts: int, intermediate: int, hidden: int, dtype: torch.dtype
     return f"experts E={experts} I={intermediate} H={hidden} {str(dtype).removeprefix('torch.')}"
 
 
-def table_path(device_name: str) -> Path:
-    """File of a device's table, which need not exist."""
-    return _FOLDER / f"{device_name.replace(' ', '_').replace('/', '_')}.json"
+def table_path(device_name: str, folder: Path | None = None) -> Path:
+    """File of a device's table, the shipped one's without ``folder``; it need not exist."""
+    return (folder or _FOLDER) / f"{device_name.replace(' ', '_').replace('/', '_')}.json"
 
 
 @functools.cache
 def load(device_name: str) -> dict[str, dict[int, Tile]]:
-    """A device's shipped table; empty where none is shipped."""
-    path = table_path(device_name)
-    if not path.exists():
+    """A device's table; empty where there is none, or where ``HF_NUMERICS_TILES=off``.
+
+    Raises:
+        ValueError: a file that is no table.
+    """
+    own = os.environ.get(FOLDER_VARIABLE)
+    if own == "off":
         return {}
-    tiles = json.loads(path.read_text(encoding="utf-8"))["tiles"]
-    return {key: {int(rows): tile for rows, tile in by_rows.items()} for key, by_rows in tiles.items()}
+    folders = [Path(own)] if own else []
+    path = next((p for p in (table_path(device_name, f) for f in (*folders, _FOLDER)) if p.exists()), None)
+    if path is None:
+        return {}
+    try:
+        tiles = json.loads(path.read_text(encoding="utf-8"))["tiles"]
+        return {key: {int(rows): dict(tile) for rows, tile in by_rows.items()} for key, by_rows in tiles.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"needed a table of tiles; got {path}, which is none ({error!r}); write it with `hf-numerics tune`, or set "
+            f"{FOLDER_VARIABLE}=off"
+        ) from error
 
 
 def tile_for(key: str, rows: int) -> Tile | None:

@@ -23,6 +23,7 @@ from vllm_omni.hf_numerics.probe import (
 from vllm_omni.hf_numerics.probe.matrix import command as matrix_command
 from vllm_omni.hf_numerics.probe.records import RecordError
 from vllm_omni.hf_numerics.probe.side import SideError
+from vllm_omni.hf_numerics.probe.tune import command as tune_command
 
 __all__ = ["build_parser", "main"]
 
@@ -34,6 +35,7 @@ _COMMANDS = (
     report,
     gate_command,
     matrix_command,
+    tune_command,
     deploy_command,
     env,
 )

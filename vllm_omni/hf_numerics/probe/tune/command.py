@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``hf-numerics tune``. Standard library only at import."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from vllm_omni.hf_numerics.probe import options
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser(
+        "tune",
+        help="find the fastest tiles of this GPU that change no bit, and write them as a table",
+        description="Time candidate tiles of vLLM's batch-invariant matmul and fused experts at a thinker's sizes, "
+        "keep those whose results have the bits of the tile that vLLM forces, and write the fastest as a table. Needs "
+        "a CUDA device and VLLM_BATCH_INVARIANT=1. The mode uses this device's table in the folder that the variable "
+        "HF_NUMERICS_TILES names, else a shipped one; every process proves each tile again at its start. "
+        "Exit code 0: written; 2: a tile could not be tuned.",
+        epilog="example: VLLM_BATCH_INVARIANT=1 hf-numerics tune --preset real --out tiles",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_preset(parser)
+    parser.add_argument("--model", help="a Qwen3-Omni checkpoint whose sizes to tune; without it the preset's")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of weights and rows")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the table, which is named after the device"
+    )
+    parser.set_defaults(run=run)
+
+
+def _text_config(arguments: argparse.Namespace) -> Any:
+    from transformers import AutoConfig, Qwen3OmniMoeThinkerConfig
+
+    from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, thinker_config
+
+    if arguments.model is None:
+        return Qwen3OmniMoeThinkerConfig(**thinker_config(PRESETS[arguments.preset])).text_config
+    config = AutoConfig.from_pretrained(arguments.model)
+    return getattr(config, "thinker_config", config).text_config
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tune every GEMM of the thinker; returns the exit code."""
+    import json
+    from pathlib import Path
+
+    if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
+        raise options.UsageError(
+            "needed batch-invariant vLLM, whose tiles are tuned; got VLLM_BATCH_INVARIANT unset; set it to 1"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise options.UsageError("needed a CUDA device; got none; run it on a machine that has one")
+
+    from rich.console import Console
+    from rich.progress import Progress
+    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+
+    from vllm_omni.hf_numerics.ops import tiles
+    from vllm_omni.hf_numerics.probe import environment
+    from vllm_omni.hf_numerics.probe.tune import search, table, warm
+
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    config, dtype = _text_config(arguments), getattr(torch, arguments.dtype)
+    facts = environment.describe("cuda")
+    init_batch_invariance()
+    with console.status("compiling the candidates"):
+        warm.compile_all(config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok, dtype)
+    found = []
+    for gemm in search.gemms(config, dtype):
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(gemm.key, total=len(gemm.candidates))
+            found.append(search.tune(gemm, search.ROWS, search.PROOF_ROWS, lambda: progress.advance(task)))  # noqa: B023
+        table.show(console, found[-1])
+    path = folder / tiles.table_path(torch.cuda.get_device_name()).name
+    data = table.as_dict(found, facts, options.recorded_command(sys.argv[1:]))
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written: {path}", highlight=False)
+    return options.EQUAL
