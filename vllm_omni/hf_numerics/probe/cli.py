@@ -20,6 +20,7 @@ from vllm_omni.hf_numerics.probe import (
     record_command,
     report,
 )
+from vllm_omni.hf_numerics.probe.bench import command as bench_command
 from vllm_omni.hf_numerics.probe.matrix import command as matrix_command
 from vllm_omni.hf_numerics.probe.records import RecordError
 from vllm_omni.hf_numerics.probe.side import SideError
@@ -36,6 +37,7 @@ _COMMANDS = (
     gate_command,
     matrix_command,
     tune_command,
+    bench_command,
     deploy_command,
     env,
 )

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ProbeWorkerExtension"]
+__all__ = ["ProbeWorkerExtension", "thinker_of"]
 
 
-def _thinker_of(model: nn.Module) -> Any:
+def thinker_of(model: nn.Module) -> Any:
+    """The thinker of a worker's model, which may be the thinker itself."""
     return getattr(model, "thinker", None) or model
 
 
@@ -24,7 +25,7 @@ class ProbeWorkerExtension:
 
     def hf_numerics_fingerprint(self) -> dict[str, Any]:
         """What this worker runs; ``{"mode": "off"}`` and the thinker's class where the stock thinker was built."""
-        thinker = _thinker_of(self.get_model())
+        thinker = thinker_of(self.get_model())
         fingerprint = getattr(thinker, "hf_numerics_fingerprint", None)
         if fingerprint is None:
             return {"mode": "off", "thinker_class": f"{type(thinker).__module__}.{type(thinker).__qualname__}"}
@@ -44,7 +45,7 @@ class ProbeWorkerExtension:
         """Checksums of the text weights; empty with the mode off."""
         from vllm_omni.hf_numerics.probe.weights import vllm_checksums
 
-        return vllm_checksums(_thinker_of(self.get_model()))
+        return vllm_checksums(thinker_of(self.get_model()))
 
     def hf_numerics_positions(self, prompts: list[list[int]], lengths: list[int]) -> list[Any]:
         """Rotary positions of text requests, as this worker's runner forms them.
@@ -112,7 +113,7 @@ class ProbeWorkerExtension:
 
     def hf_numerics_storage(self) -> dict[str, int]:
         """Address of every parameter and buffer of the thinker: a captured graph reads these."""
-        thinker = _thinker_of(self.get_model())
+        thinker = thinker_of(self.get_model())
         return {name: tensor.data_ptr() for name, tensor in [*thinker.named_parameters(), *thinker.named_buffers()]}
 
     def hf_numerics_fill_memory(self, keep_bytes: int) -> int:
@@ -134,7 +135,7 @@ class ProbeWorkerExtension:
         """Begin to record what every op of the thinker gives; ``inject`` perturbs one of them."""
         from vllm_omni.hf_numerics.probe.taps import VllmCapture
 
-        self._hf_numerics_capture = VllmCapture(_thinker_of(self.get_model()), inject)
+        self._hf_numerics_capture = VllmCapture(thinker_of(self.get_model()), inject)
 
     def hf_numerics_capture_stop(self, rows: int, out: str) -> list[str]:
         """Stop, write the rows of the first sequence of ``rows`` tokens to ``out``; returns the names of the ops."""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine benchmark asks of vLLM's worker: memory, kernel times, and which experts the tokens went to."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from vllm_omni.hf_numerics.probe.worker import ProbeWorkerExtension, thinker_of
+
+__all__ = ["BenchWorkerExtension"]
+
+
+class BenchWorkerExtension(ProbeWorkerExtension):
+    """Mixed into vLLM's worker class; every method runs in the worker process."""
+
+    def hf_numerics_memory(self) -> dict[str, int]:
+        """Bytes: in use on the device, and the most that torch's allocator held at once."""
+        free, total = torch.cuda.mem_get_info()
+        return {"used": total - free, "peak_allocated": torch.cuda.max_memory_allocated()}
+
+    def hf_numerics_profile_start(self) -> None:
+        """Record kernels from now on."""
+        self._hf_numerics_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        torch.cuda.synchronize()
+        self._hf_numerics_profiler.start()
+
+    def hf_numerics_profile_stop(self) -> list[dict[str, Any]]:
+        """Calls and microseconds of each kernel since the start, longest first."""
+        torch.cuda.synchronize()
+        profiler = self._hf_numerics_profiler
+        del self._hf_numerics_profiler
+        profiler.stop()
+        kernels = [
+            {"kernel": event.key, "calls": event.count, "us": event.self_device_time_total}
+            for event in profiler.key_averages()
+            if event.self_device_time_total > 0
+        ]
+        return sorted(kernels, key=lambda kernel: -kernel["us"])
+
+    def hf_numerics_watch_experts(self) -> None:
+        """Keep the expert ids of every step from now on; steps that replay a CUDA graph are not seen."""
+        from vllm_omni.hf_numerics.ops import experts
+
+        self._hf_numerics_ids: list[torch.Tensor] = []
+        self._hf_numerics_compute = experts.compute
+
+        def compute(hidden: Any, w13: Any, w2: Any, weights: Any, ids: torch.Tensor, tile: Any) -> torch.Tensor:
+            self._hf_numerics_ids.append(ids.clone())
+            return self._hf_numerics_compute(hidden, w13, w2, weights, ids, tile)
+
+        experts.compute = compute
+
+    def hf_numerics_experts_hit(self, tokens: int, positions: list[int]) -> list[float]:
+        """Stop watching; how many experts of each layer the tokens at one position of all sequences went to, averaged.
+
+        Args:
+            tokens: of each sequence; each was computed in one step.
+            positions: where to look in every sequence.
+        """
+        from vllm_omni.hf_numerics.ops import experts
+
+        experts.compute = self._hf_numerics_compute
+        layers = len(thinker_of(self.get_model()).language_model.model.layers)
+        ids = [found for found in self._hf_numerics_ids if found.shape[0] == tokens]
+        if not ids or len(ids) % layers:
+            raise RuntimeError(f"needed {layers} layers of steps of {tokens} tokens; got {len(ids)} calls")
+        by_layer = defaultdict(list)
+        for call, found in enumerate(ids):
+            by_layer[call % layers].append(found)
+        return [
+            sum(torch.stack(found)[:, position].unique().numel() for position in positions) / len(positions)
+            for _, found in sorted(by_layer.items())
+        ]
