@@ -3,11 +3,14 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_omni.hf_numerics.ops import tiles
+from vllm_omni.hf_numerics.ops import proof, tiles
+from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, _text_config
+from vllm_omni.hf_numerics.probe.tune.search import ROWS
 
 KEY = tiles.linear_key(8, 4, torch.bfloat16)
 SMALL, LARGE = {"BLOCK_SIZE_M": 16}, {"BLOCK_SIZE_M": 128}
@@ -17,7 +20,8 @@ SMALL, LARGE = {"BLOCK_SIZE_M": 16}, {"BLOCK_SIZE_M": 128}
 def table(monkeypatch):
     """A table for a device that nobody has, and no proof yet."""
     monkeypatch.setattr(tiles, "_proven", {})
-    monkeypatch.setattr(tiles, "load", lambda device: {KEY: {16: SMALL, 512: LARGE}} if device == "known" else {})
+    known = tiles.TileTable({KEY: {16: SMALL, 512: LARGE}})
+    monkeypatch.setattr(tiles, "load", lambda device: known if device == "known" else tiles.TileTable())
 
 
 def exact(rows, tile):
@@ -61,15 +65,88 @@ def test_once_a_process(table):
     tiles.prove(KEY, "known", lambda rows, tile: pytest.fail("proven before"))
 
 
-def test_a_table_file(tmp_path, monkeypatch):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of shipped tables."""
     monkeypatch.setattr(tiles, "_FOLDER", tmp_path)
+    monkeypatch.delenv(tiles.FOLDER_VARIABLE, raising=False)
     tiles.load.cache_clear()
+    yield tmp_path
+    tiles.load.cache_clear()
+
+
+def write(path, tile, **versions):
+    path.write_text(json.dumps({"tiles": {KEY: {"16": tile}}, "environment": {"versions": versions}}))
+
+
+def test_a_table_file(folder):
     path = tiles.table_path("NVIDIA Test/1")
-    assert path == tmp_path / "NVIDIA_Test_1.json"
-    path.write_text(json.dumps({"tiles": {KEY: {"16": SMALL}}}))
-    assert tiles.load("NVIDIA Test/1") == {KEY: {16: SMALL}}
-    assert tiles.load("another") == {}
+    assert path == folder / "NVIDIA_Test_1.json"
+    write(path, SMALL, vllm="1", triton="2")
+    assert tiles.load("NVIDIA Test/1") == tiles.TileTable({KEY: {16: SMALL}}, {"vllm": "1", "triton": "2"})
+    assert tiles.load("another") == tiles.TileTable()
+
+
+def test_the_users_table_goes_first_and_off_is_none(folder, tmp_path_factory, monkeypatch):
+    own = tmp_path_factory.mktemp("own")
+    write(tiles.table_path("gpu"), SMALL)
+    monkeypatch.setenv(tiles.FOLDER_VARIABLE, str(own))
+    assert tiles.load("gpu").tiles == {KEY: {16: SMALL}}  # none of the user's own for this device
     tiles.load.cache_clear()
+    write(own / "gpu.json", LARGE)
+    assert tiles.load("gpu").tiles == {KEY: {16: LARGE}}
+    tiles.load.cache_clear()
+    monkeypatch.setenv(tiles.FOLDER_VARIABLE, "off")
+    assert tiles.load("gpu").tiles == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tiles": {"a": {"x": {}}}, "environment": {"versions": {}}}', "{"])
+def test_a_file_that_is_no_table(folder, text):
+    tiles.table_path("gpu").write_text(text)
+    with pytest.raises(ValueError, match=r"needed a table of tiles; got .*gpu.json.*hf-numerics tune.*=off"):
+        tiles.load("gpu")
+
+
+def test_a_table_holds_under_its_own_versions_alone(monkeypatch):
+    installed = {"vllm": "1", "triton": "2", "torch": "3"}
+    monkeypatch.setattr(tiles, "installed_versions", lambda: installed)
+    assert tiles.TileTable({}, {"vllm": "1", "triton": "2"}).proven_here()
+    for versions in ({"vllm": "1", "triton": "2.1"}, {"vllm": "1.1", "triton": "2"}, {"vllm": "1"}, {}):
+        assert not tiles.TileTable({}, versions).proven_here()
+    installed["triton"] = None
+    assert not tiles.TileTable({}, {"vllm": "1", "triton": None}).proven_here()
+
+
+@pytest.mark.parametrize("proven_here", [True, False])
+def test_the_proof_runs_where_the_versions_are_others(monkeypatch, proven_here):
+    shipped = tiles.TileTable({KEY: {16: SMALL}}, {})
+    proved = []
+    monkeypatch.setattr(tiles, "_proven", {})
+    monkeypatch.setattr(tiles, "load", lambda device: shipped)
+    monkeypatch.setattr(tiles.TileTable, "proven_here", lambda table: proven_here)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
+    monkeypatch.setattr(proof.linear, "prove_tiles", lambda *args: proved.append(args[:2]))
+    monkeypatch.setattr(proof.experts, "prove_tiles", lambda *args: proved.append(args[:4]))
+    config = SimpleNamespace(
+        hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=4, vocab_size=32,
+        moe_intermediate_size=16, num_experts_per_tok=2,
+    )  # fmt: skip
+    proof.prove_tiles(config, torch.bfloat16, torch.device("cuda"))
+    assert tiles.tile_for(KEY, 1) == (SMALL if proven_here else None)
+    assert (not proved) if proven_here else (4, 16, 8, 2) in proved and (16, 8) in proved and (32, 8) in proved
+
+
+def test_the_shipped_table_covers_the_thinker():
+    """Every GEMM of the thinker has a tile for every row count, of whole sizes that Triton takes."""
+    device, real = "NVIDIA H200", PRESETS["real"]
+    table = tiles.load(device)
+    text = SimpleNamespace(**_text_config(real))
+    keys = {tiles.linear_key(*shape, torch.bfloat16) for shape in proof.linear_shapes(text).values()}
+    keys.add(tiles.experts_key(text.num_experts, text.moe_intermediate_size, text.hidden_size, torch.bfloat16))
+    assert set(table.tiles) == keys
+    sizes = [tile[f"BLOCK_SIZE_{axis}"] for by in table.tiles.values() for tile in by.values() for axis in "MNK"]
+    assert all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+    assert {tuple(by_rows) for by_rows in table.tiles.values()} == {ROWS}
 
 
 @pytest.mark.cuda

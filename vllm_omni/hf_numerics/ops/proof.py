@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GEMMs a thinker runs, on either side, and the proof of their tiles (see `tiles`)."""
 
+import logging
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch
 from vllm_omni.hf_numerics.ops import experts, linear, tiles
 
 __all__ = ["linear_shapes", "prove_tiles"]
+
+logger = logging.getLogger(__name__)
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
@@ -25,15 +28,22 @@ def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
 
 
 def prove_tiles(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Prove every shipped tile that a thinker can use on a CUDA device; the others stay vLLM's. Once a process.
+    """Make the tiles of the device's table usable, those of other versions after a proof. Once a process.
 
     Args:
         config: text config of the thinker.
         dtype: of weights and activations.
-        device: where the proof runs; it needs some 200 MB for a moment.
+        device: where the proof runs; it needs some 200 MB for a moment, and the first time on a machine a minute.
     """
-    if not tiles.load(torch.cuda.get_device_name(device)):
+    table = tiles.load(torch.cuda.get_device_name(device))
+    if not table.tiles:
         return  # no table for this device: vLLM's forced tiles run
+    if table.proven_here():
+        tiles.use(table)
+        return
+    logger.info(
+        "HF numerics: tiles were proven under %s; proving them again under the installed versions", table.versions
+    )
     for width, inner in linear_shapes(config).values():
         linear.prove_tiles(width, inner, dtype, device)
     experts.prove_tiles(

@@ -3,10 +3,10 @@
 
 Under ``VLLM_BATCH_INVARIANT=1`` vLLM runs ``fused_experts`` and most linear layers with one tile size for every row
 count, so that a row's bits cannot depend on the batch. But tile sizes only cut the output and the steps of the sum
-over K; the products and their order stay. `prove` shows that on the device and the Triton at hand, for every tile of
-the device's table (``DEVICE.json`` in the folder ``HF_NUMERICS_TILES``, else the shipped one in ``tile_tables/``)
-before it is used: equal bits, or the forced tile and a warning. Where nothing was proven, the forced tile runs.
-``hf-numerics tune`` writes such a table.
+over K; the products and their order stay. ``hf-numerics tune`` proves that for a device and writes a table (here:
+``DEVICE.json`` in the folder ``HF_NUMERICS_TILES``, else the shipped one in ``tile_tables/``). Under the vLLM and the
+Triton that it names a table is used as it is; under others `prove` compares every tile at start: equal bits, or the
+forced tile and a warning. Where nothing was proven, the forced tile runs.
 """
 
 import functools
@@ -14,11 +14,25 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-__all__ = ["FOLDER_VARIABLE", "Tile", "experts_key", "linear_key", "load", "prove", "table_path", "tile_for"]
+from vllm_omni.hf_numerics.versions import installed_versions
+
+__all__ = [
+    "FOLDER_VARIABLE",
+    "Tile",
+    "TileTable",
+    "experts_key",
+    "linear_key",
+    "load",
+    "prove",
+    "table_path",
+    "tile_for",
+    "use",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +62,24 @@ def table_path(device_name: str, folder: Path | None = None) -> Path:
     return (folder or _FOLDER) / f"{device_name.replace(' ', '_').replace('/', '_')}.json"
 
 
+@dataclass(frozen=True)
+class TileTable:
+    """A device's table: tiles by the key of a GEMM and the largest row count that each is for.
+
+    ``versions``: of vLLM (whose kernels they are) and of Triton (which compiles them), under which `tune` proved them.
+    """
+
+    tiles: dict[str, dict[int, Tile]] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    def proven_here(self) -> bool:
+        """Whether the installed versions are those of the proof."""
+        installed = installed_versions()
+        return all(self.versions.get(name) == installed[name] is not None for name in ("vllm", "triton"))
+
+
 @functools.cache
-def load(device_name: str) -> dict[str, dict[int, Tile]]:
+def load(device_name: str) -> TileTable:
     """A device's table; empty where there is none, or where ``HF_NUMERICS_TILES=off``.
 
     Raises:
@@ -57,19 +87,27 @@ def load(device_name: str) -> dict[str, dict[int, Tile]]:
     """
     own = os.environ.get(FOLDER_VARIABLE)
     if own == "off":
-        return {}
+        return TileTable()
     folders = [Path(own)] if own else []
     path = next((p for p in (table_path(device_name, f) for f in (*folders, _FOLDER)) if p.exists()), None)
     if path is None:
-        return {}
+        return TileTable()
     try:
-        tiles = json.loads(path.read_text(encoding="utf-8"))["tiles"]
-        return {key: {int(rows): dict(tile) for rows, tile in by_rows.items()} for key, by_rows in tiles.items()}
+        data = json.loads(path.read_text(encoding="utf-8"))
+        tiles = {
+            key: {int(rows): dict(tile) for rows, tile in by_rows.items()} for key, by_rows in data["tiles"].items()
+        }
+        return TileTable(tiles, dict(data["environment"]["versions"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"needed a table of tiles; got {path}, which is none ({error!r}); write it with `hf-numerics tune`, or set "
             f"{FOLDER_VARIABLE}=off"
         ) from error
+
+
+def use(table: TileTable) -> None:
+    """Take a whole table as proven."""
+    _proven.update(table.tiles)
 
 
 def tile_for(key: str, rows: int) -> Tile | None:
@@ -95,7 +133,7 @@ def prove(key: str, device_name: str, run: Callable[[int, Tile | None], torch.Te
     if key in _proven:
         return
     _proven[key] = {}  # while the proof runs, the forced tile is what it compares with
-    shipped = load(device_name).get(key, {})
+    shipped = load(device_name).tiles.get(key, {})
     verdicts = {str(tile): _equal(run, tile) for tile in shipped.values()}
     _proven[key] = {rows: tile for rows, tile in shipped.items() if verdicts[str(tile)]}
     for tile, equal in verdicts.items():

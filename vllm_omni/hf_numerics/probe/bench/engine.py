@@ -122,8 +122,16 @@ def _time_arm(spec: EngineSpec, arm: Arm, log: Path, first: bool) -> ArmResult:
     return result
 
 
-def run(spec: EngineSpec, say: Callable[[str], Any], keep: Path | None) -> dict[str, ArmResult]:
+def run(
+    spec: EngineSpec, say: Callable[[str], Any], keep: Path | None, timed: Callable[[dict[str, ArmResult]], Any]
+) -> dict[str, ArmResult]:
     """Time every arm, one process at a time, ``turns`` times round; results by arm.
+
+    Args:
+        spec: what to run.
+        say: called with a line before each engine.
+        keep: folder for the logs; None throws them away.
+        timed: called with the results so far after each engine: a later one that fails takes nothing with it.
 
     Raises:
         SideError: a process failed.
@@ -139,6 +147,7 @@ def run(spec: EngineSpec, say: Callable[[str], Any], keep: Path | None) -> dict[
                 else:
                     for figures in ("start_seconds", "decode", "prefill"):
                         getattr(results[name], figures).extend(getattr(found, figures))
+                timed(results)
     return results
 
 

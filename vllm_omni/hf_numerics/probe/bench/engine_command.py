@@ -50,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     if options.resolve_device(arguments.device) != "cuda":
         raise options.UsageError("needed a CUDA device; got none; an engine's speed on a CPU says nothing of the mode")
-    environment.plugin_commit()  # a label that is no commit ends the command here, not after the runs
     sampler, _, _, _ = build_sides(arguments, arguments.engine)
     spec = engine.EngineSpec(
         rollout=sampler,
@@ -64,11 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
         profile=arguments.profile,
     )
     console = Console(stderr=arguments.json == "-")
-    started = time.monotonic()
-    with render.steps(console) as say:
-        results = engine.run(spec, say, arguments.keep)
     facts = environment.describe("cuda")
+    command, started = options.recorded_command(sys.argv[1:]), time.monotonic()
+
+    def written(results: Any, target: str | None) -> None:
+        data = engine_report.as_dict(spec, results, facts, command, time.monotonic() - started)
+        options.write_json(data, target)
+
+    with render.steps(console) as say:
+        results = engine.run(
+            spec, say, arguments.keep, lambda results: written(results, None if console.stderr else arguments.json)
+        )
     engine_report.show(console, spec, results, facts)
-    command = options.recorded_command(sys.argv[1:])
-    options.write_json(engine_report.as_dict(spec, results, facts, command, time.monotonic() - started), arguments.json)
+    written(results, arguments.json)
     return options.EQUAL
