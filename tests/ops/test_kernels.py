@@ -25,7 +25,8 @@ KERNELS = {
     "add_deepstack 2048": (add_deepstack.add_deepstack_kernel, {"BLOCK": 2048}, 4, 0),
     "qk_norm_rope 128": (qk_norm_rope.qk_norm_rope_kernel, {"D": 128}, 1, 2),
     "qk_norm_rope 16": (qk_norm_rope.qk_norm_rope_kernel, {"D": 16}, 1, 2),
-    "route 128": (route.softmax_kernel, {"E": 128}, 1, 4),
+    "route 128": (route.route_kernel, {"E": 128, "K": 8, "RENORMALIZE": True}, 1, 4),
+    "route 16": (route.route_kernel, {"E": 16, "K": 4, "RENORMALIZE": False}, 1, 4),
 }
 
 
@@ -37,7 +38,8 @@ def compiled(name: str, capability: int, dtype: str):
         if argument in constants:
             signature[argument], values[(index,)] = "constexpr", constants[argument]
             continue
-        signature[argument] = f"*{dtype}" if argument.endswith("_ptr") else "fp32" if argument == "eps" else "i32"
+        other = {"eps": "fp32", "ids_ptr": "*i64"}.get(argument, "i32")
+        signature[argument] = f"*{dtype}" if argument.endswith("_ptr") and argument != "ids_ptr" else other
         if argument != "eps":
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, aligned)
@@ -177,12 +179,35 @@ def test_qk_norm_rope_at_every_row_count(cuda: torch.device, tokens: int) -> Non
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("renormalize", [True, False])
 @every_dtype
-def test_softmax_of_a_million_rows(cuda: torch.device, dtype: torch.dtype) -> None:
+def test_routes_of_a_million_rows(cuda: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
+    """Narrow logits tie in nearly every row at the small scales."""
     for seed, scale in enumerate((0.1, 1.0, 4.0, 30.0)):
         logits = normal(cuda, dtype, 1 << 18, 128, seed=seed) * scale
-        expected = torch.nn.functional.softmax(logits, dtype=torch.float, dim=-1)
-        assert_bitwise_equal(route._softmax(logits), expected, f"scale {scale}")
+        expected = route.from_logits(logits, 8, renormalize)
+        assert_bitwise_equal(route._choose(logits, 8, renormalize), expected, f"scale {scale}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("experts", [16, 32, 64, 128])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8, 16, 32])
+def test_routes_of_every_size_with_ties(cuda: torch.device, experts: int, top_k: int) -> None:
+    if top_k > experts:
+        return
+    for seed, values in enumerate((1, 2, 3, 5, 12)):
+        generator = torch.Generator(device=cuda).manual_seed(seed)
+        drawn = torch.randint(values, (1 << 14, experts), device=cuda, generator=generator)
+        for logits in (drawn.bfloat16(), drawn.float() * 0.3):
+            expected = route.from_logits(logits, top_k, True)
+            assert_bitwise_equal(route._choose(logits, top_k, True), expected, f"{values} values")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", ROWS)
+def test_routes_at_every_row_count(cuda: torch.device, rows: int) -> None:
+    logits = normal(cuda, torch.bfloat16, rows, 128)
+    assert_bitwise_equal(route._choose(logits, 8, True), route.from_logits(logits, 8, True))
 
 
 @pytest.mark.cuda
@@ -191,7 +216,8 @@ def test_special_logits(cuda: torch.device) -> None:
     logits[0], logits[1], logits[2] = 0.0, torch.nan, -torch.inf
     logits[3, 5], logits[4, 5], logits[5, 5], logits[6, 5] = torch.nan, torch.inf, -torch.inf, 80.0
     logits[7] = torch.arange(128, device=cuda) * -0.75
-    assert_bitwise_equal(route._softmax(logits), torch.nn.functional.softmax(logits, dtype=torch.float, dim=-1))
+    for renormalize in (True, False):
+        assert_bitwise_equal(route._choose(logits, 8, renormalize), route.from_logits(logits, 8, renormalize))
 
 
 @pytest.mark.cuda
@@ -215,7 +241,7 @@ def test_rows_past_two_to_the_31_elements(cuda: torch.device) -> None:
 def test_the_kernel_runs(cuda: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits prove nothing about a kernel that is never launched."""
     module = {"add_rms_norm": rms_norm}.get(name, OPS[name])
-    kernel = "softmax_kernel" if name == "route" else f"{module.__name__.rpartition('.')[2]}_kernel"
+    kernel = f"{module.__name__.rpartition('.')[2]}_kernel"
 
     class Launched(Exception):
         pass

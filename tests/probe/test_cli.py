@@ -2,6 +2,7 @@
 """The command line: names, help and exit codes."""
 
 import argparse
+import re
 import subprocess
 import sys
 
@@ -10,21 +11,24 @@ import pytest
 from vllm_omni.hf_numerics.probe import cli, options
 from vllm_omni.hf_numerics.probe.cli import build_parser, main
 
-COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "matrix", "deploy", "env")
+COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "matrix", "tune", "bench", "deploy", "env")
+BENCHES = ("engine",)
 
 
 def test_commands_are_these():
     [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
     assert tuple(subparsers.choices) == COMMANDS
+    [benches] = [action for action in subparsers.choices["bench"]._actions if action.dest == "bench"]
+    assert tuple(benches.choices) == BENCHES
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"] + [f"bench {b}" for b in BENCHES])
 def test_help_shows_defaults_exit_codes_and_an_example(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    assert f"example: hf-numerics {command}" in text
+    assert re.search(f"example: (VLLM_BATCH_INVARIANT=1 )?hf-numerics {command}", text)
     assert "Exit code 0" in text
     assert "(default: " in text or command == "compare"
 

@@ -9,8 +9,8 @@ Contract: ``route(hidden, gate_weight, top_k, renormalize, batch_invariant_gemm=
 * weights ``[T, top_k]`` in hidden.dtype, ids ``[T, top_k]`` int64, both contiguous, most probable first.
 * ``batch_invariant_gemm`` takes the `linear` op's GEMM for the logits, as both sides of a parity claim do; otherwise
   it is ``torch.nn.functional.linear``, transformers' own call.
-* CUDA under vLLM's batch-invariant overrides: the conversion and the softmax are one kernel, for 16, 32, 64 or 128
-  experts; top-k and what follows are torch's.
+* CUDA under vLLM's batch-invariant overrides: all that follows the GEMM is one kernel, for 16, 32, 64 or 128 experts
+  of which 1, 2, 4, 8, 16 or 32 are taken; other numbers take the aten sequence.
 * Forward only; opaque to ``torch.compile``, whose ``/`` and ``exp`` are not aten's.
 
 Source: ``transformers.models.qwen3_omni_moe.Qwen3OmniMoeThinkerTextTopKRouter``.
@@ -26,21 +26,15 @@ from vllm_omni.hf_numerics.ops import tiles
 from vllm_omni.hf_numerics.ops.layout import standard
 from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS, aligned_rows, fused
 
-__all__ = ["from_logits", "reference", "route", "softmax_kernel"]
+__all__ = ["from_logits", "reference", "route", "route_kernel"]
 
 
 def from_logits(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The part of the contract after the GEMM: logits ``[T, E]`` to (weights, ids)."""
-    return _choose(F.softmax(logits, dtype=torch.float, dim=-1), logits.dtype, top_k, renormalize)
-
-
-def _choose(
-    probabilities: torch.Tensor, dtype: torch.dtype, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, ids = torch.topk(probabilities, top_k, dim=-1)
+    weights, ids = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(dtype), ids
+    return weights.to(logits.dtype), ids
 
 
 def reference(
@@ -51,25 +45,88 @@ def reference(
 
 
 @triton.jit
-def softmax_kernel(logits_ptr, out_ptr, stride, E: tl.constexpr):
-    """float32 softmax of a row of E <= 128 logits by one warp, as vLLM's ``_softmax_kernel`` over the converted logits:
-    four neighbours a thread, then the lanes (its other 1024 - E terms are zeros); exp and division are approximate."""
+def _compare_exchange(x, distance: tl.constexpr, size: tl.constexpr):
+    """One step of torch's ``bitonicSort`` of 32 (key << 32 | value), -1 where there is none; larger keys first.
+
+    Equal keys change places where the direction is "descending", so the step is part of how ``torch.topk`` orders them.
+    """
+    lane = tl.arange(0, 32)
+    other = tl.gather(x, lane ^ distance, 0)
+    upper = (lane & distance) != 0
+    left, right = tl.where(upper, other, x), tl.where(upper, x, other)
+    in_order = ((left >> 32) > (right >> 32)) | (right < 0)
+    return tl.where(in_order == ((lane & size) != 0), other, x)
+
+
+@triton.jit
+def _topk(probabilities, column, inside, K: tl.constexpr):
+    """The K largest as ``torch.topk`` orders them: 32 lanes of (bits of the probability << 32 | column), -1 from K on.
+
+    torch takes what exceeds the K-th largest value in the order of columns, then as many equal to it as are missing,
+    and sorts these K with an unstable network. NaN counts as the largest.
+    """
+    lane = tl.arange(0, 32)
+    # Bits of floats that are not negative are in the floats' order.
+    bits = tl.where(probabilities != probabilities, 0x7FFFFFFF, probabilities.to(tl.int32, bitcast=True))
+    left = tl.where(inside, (bits.to(tl.int64) << 32) | (127 - column), -1)
+    largest = tl.full((32,), -1, tl.int64)
+    for place in tl.static_range(K):
+        best = tl.max(left)
+        largest = tl.where(lane == place, best, largest)
+        left = tl.where(left == best, -1, left)
+    is_last = (largest >> 32) == (best >> 32)
+    taken = (is_last.to(tl.int64) << 39) | ((127 - (largest & 127)) << 32) | (largest >> 32)
+    taken = tl.sort(tl.where(lane < K, taken, 1 << 40))
+    chosen = tl.where(lane < K, (taken << 32) | ((taken >> 32) & 127), -1)
+    for merge in tl.static_range(1, 6):
+        for step in tl.static_range(merge):
+            chosen = _compare_exchange(chosen, 1 << (merge - 1 - step), 1 << merge)
+    return chosen
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, weights_ptr, ids_ptr, stride, E: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr
+):
+    """`from_logits` of a row of E <= 128 logits by one warp.
+
+    The softmax is vLLM's ``_softmax_kernel`` over the converted logits: four neighbours a thread, then the lanes (its
+    other 1024 - E terms are zeros); exp and division are approximate. The sum of the K weights adds neighbours first,
+    as aten's sum over K threads does; K is a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = column < E
     logits = tl.load(logits_ptr + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32)
     terms = tl.exp(logits - tl.max(logits))
     total = tl.sum(tl.where(inside, terms, 0.0))
-    tl.store(out_ptr + row * E + column, terms / total, mask=inside)
+    chosen = _topk(terms / total, column, inside, K)
+
+    lane = tl.arange(0, 32)
+    weights = (chosen >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if RENORMALIZE:
+        total = weights
+        for log in tl.static_range(5):
+            if (1 << log) < K:
+                total += tl.gather(total, lane ^ (1 << log), 0)
+        weights = tl.div_rn(weights, total)
+    tl.store(weights_ptr + row * K + lane, weights.to(weights_ptr.dtype.element_ty), mask=lane < K)
+    tl.store(ids_ptr + row * K + lane, chosen & 127, mask=lane < K)
 
 
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    if not fused(logits) or logits.shape[1] not in (16, 32, 64, 128) or logits.shape[0] == 0:
-        return F.softmax(logits, dtype=torch.float, dim=-1)
+def _choose(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`from_logits`, by the kernel where there is one."""
+    count, experts = logits.shape
+    has_kernel = experts in (16, 32, 64, 128) and top_k in (1, 2, 4, 8, 16, 32) and top_k <= experts
+    if not (fused(logits) and has_kernel and count > 0):
+        return from_logits(logits, top_k, renormalize)
     rows = aligned_rows(logits)
-    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    softmax_kernel[(rows.shape[0],)](rows, out, rows.stride(0), E=rows.shape[1], num_warps=1, **KERNEL_OPTIONS)
-    return out
+    weights = rows.new_empty((count, top_k))
+    ids = torch.empty((count, top_k), dtype=torch.int64, device=rows.device)
+    route_kernel[(count,)](
+        rows, weights, ids, rows.stride(0), E=experts, K=top_k, RENORMALIZE=renormalize, num_warps=1, **KERNEL_OPTIONS
+    )
+    return weights, ids
 
 
 @torch.library.custom_op("hf_numerics::route", mutates_args=())
@@ -84,7 +141,7 @@ def route(
         logits = _linear.compute(hidden, gate_weight, None, tile)
     else:
         logits = F.linear(hidden, gate_weight)
-    weights, ids = _choose(_softmax(logits), logits.dtype, top_k, renormalize)
+    weights, ids = _choose(logits, top_k, renormalize)
     return standard(weights), standard(ids)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Preset",
     "seeded_tensor",
     "seeded_weights",
+    "text_config_of",
     "text_weight_shapes",
     "thinker_config",
     "write_checkpoint",
@@ -137,6 +138,16 @@ def thinker_config(preset: Preset) -> dict[str, Any]:
         "user_token_id": special + 7,
         "position_id_per_seconds": 13,
     }
+
+
+def text_config_of(model: str | None, preset: str) -> Any:
+    """transformers' text config of a Qwen3-Omni checkpoint, or of a preset's thinker where ``model`` is None."""
+    from transformers import AutoConfig, Qwen3OmniMoeThinkerConfig
+
+    if model is None:
+        return Qwen3OmniMoeThinkerConfig(**thinker_config(PRESETS[preset])).text_config
+    config = AutoConfig.from_pretrained(model)
+    return getattr(config, "thinker_config", config).text_config
 
 
 def seeded_tensor(name: str, shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 from vllm_omni.hf_numerics.ops.tiles import FOLDER_VARIABLE
 from vllm_omni.hf_numerics.probe.bench import engine_side
 from vllm_omni.hf_numerics.probe.rollout import RolloutSpec
-from vllm_omni.hf_numerics.probe.side import Side, environment_for, working_folder
+from vllm_omni.hf_numerics.probe.side import Side, environment_for, run_once, working_folder
+from vllm_omni.hf_numerics.probe.tune import warm
 
 __all__ = ["ARMS", "Arm", "ArmResult", "EngineSpec", "ratios", "run"]
 
@@ -41,7 +42,10 @@ ARMS = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to run. Rows of a prefill: as many prompts of ``prompt`` tokens as one step takes."""
+    """What to run. Rows of a prefill: as many prompts of ``prompt`` tokens as one step takes.
+
+    ``compiles``: arguments of `tune.warm`; an arm's start then holds what every start holds, not a machine's first.
+    """
 
     rollout: RolloutSpec
     arms: list[str]
@@ -52,6 +56,7 @@ class EngineSpec:
     repeats: int
     turns: int
     profile: bool
+    compiles: list[str]
 
 
 @dataclass
@@ -138,6 +143,9 @@ def run(
     """
     results: dict[str, ArmResult] = {}
     with working_folder(keep) as folder:
+        if any(ARMS[name].hf_numerics for name in spec.arms):
+            say("compiling the mode's tiles")
+            run_once(warm.MODULE, spec.compiles, environment_for("cuda"), folder / "compile.log")
         for turn in range(spec.turns):
             for name in spec.arms:
                 say(f"{name}, turn {turn + 1} of {spec.turns}")

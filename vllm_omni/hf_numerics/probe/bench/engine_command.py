@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         repeats=arguments.repeats,
         turns=arguments.turns,
         profile=arguments.profile,
+        compiles=[arguments.model or "", arguments.preset, arguments.dtype],
     )
     console = Console(stderr=arguments.json == "-")
     facts = environment.describe("cuda")

@@ -19,7 +19,8 @@ def add_parser(commands: Any) -> None:
         description="Time candidate tiles of vLLM's batch-invariant matmul and fused experts at a thinker's sizes, "
         "keep those whose results have the bits of the tile that vLLM forces, and write the fastest as a table. Needs "
         "a CUDA device and VLLM_BATCH_INVARIANT=1. The mode uses this device's table in the folder that the variable "
-        "HF_NUMERICS_TILES names, else a shipped one; every process proves each tile again at its start. "
+        "HF_NUMERICS_TILES names, else a shipped one; under another vLLM or Triton than the table's it first proves "
+        "each tile again. "
         "Exit code 0: written; 2: a tile could not be tuned.",
         epilog="example: VLLM_BATCH_INVARIANT=1 hf-numerics tune --preset real --out tiles",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -31,17 +32,6 @@ def add_parser(commands: Any) -> None:
         "--out", required=True, metavar="DIR", help="folder for the table, which is named after the device"
     )
     parser.set_defaults(run=run)
-
-
-def _text_config(arguments: argparse.Namespace) -> Any:
-    from transformers import AutoConfig, Qwen3OmniMoeThinkerConfig
-
-    from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, thinker_config
-
-    if arguments.model is None:
-        return Qwen3OmniMoeThinkerConfig(**thinker_config(PRESETS[arguments.preset])).text_config
-    config = AutoConfig.from_pretrained(arguments.model)
-    return getattr(config, "thinker_config", config).text_config
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,16 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     from vllm_omni.hf_numerics.ops import tiles
     from vllm_omni.hf_numerics.probe import environment
-    from vllm_omni.hf_numerics.probe.tune import search, table, warm
+    from vllm_omni.hf_numerics.probe.checkpoint import text_config_of
+    from vllm_omni.hf_numerics.probe.tune import candidates, search, table, warm
 
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
-    config, dtype = _text_config(arguments), getattr(torch, arguments.dtype)
+    config, dtype = text_config_of(arguments.model, arguments.preset), getattr(torch, arguments.dtype)
     facts = environment.describe("cuda")
     init_batch_invariance()
     with console.status("compiling the candidates"):
-        warm.compile_all(config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok, dtype)
+        warm.compile_all(candidates.linear_tiles(), candidates.experts_tiles(), config, dtype)
     found = []
     for gemm in search.gemms(config, dtype):
         with Progress(console=console, transient=True) as progress:
