@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 
+from vllm_omni.hf_numerics.probe.matrix.checkpoints import tied_checkpoint
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 
 pytest_plugins = ["thinker_fixtures"]
@@ -112,3 +113,33 @@ def test_experts_are_gate_first_then_up(build_thinker):
     assert_bitwise_equal(routed.w13_weight, gate_up)
     # Routing weights sum to 1 up to rounding: four of 1/4, exact here.
     assert abs(out[0, 0].item() - 1.4621172) < 1e-6
+
+
+@pytest.fixture
+def tied(build_thinker, tiny_checkpoint):
+    """A thinker whose LM head is its embedding, its checkpoint's weights, and the head's name there."""
+    folder = tied_checkpoint(tiny_checkpoint(), seed=0)
+    return build_thinker(ON, model=str(folder)), _weights(folder), "thinker.lm_head.weight"
+
+
+def test_one_tied_tensor_under_two_names_is_loaded_once(tied):
+    built, weights, head = tied
+    embedding = dict(weights)["thinker.model.embed_tokens.weight"]
+    for position in (0, len(weights)):
+        both = weights[:position] + [(head, embedding.clone())] + weights[position:]
+        built.model.load_weights(iter(both))
+        assert built.thinker.language_model.lm_head.weight is built.text.embed_tokens.weight
+        assert_bitwise_equal(built.text.embed_tokens.weight, embedding)
+
+
+def test_an_lm_head_beside_the_embedding_that_it_is_tied_to_is_an_error(tied):
+    """Stock loads both into the one parameter, so that the order in the file decides."""
+    built, weights, head = tied
+    embedding = dict(weights)["thinker.model.embed_tokens.weight"]
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for extra in ([*weights, (head, other)], [(head, other), *weights]):
+        with pytest.raises(ValueError, match="needed one tensor for embedding and LM head.*got an LM head and another"):
+            built.model.load_weights(iter(extra))
+    with pytest.raises(ValueError, match="got an LM head and no embedding beside it"):
+        built.model.load_weights(iter([(head, embedding)]))

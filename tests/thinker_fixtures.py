@@ -224,8 +224,8 @@ def build_thinker(
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model
 
-        checkpoint = str(tiny_checkpoint(seed, dtype, layers))
-        config = tiny_vllm_config(additional_config, model=checkpoint, dtype=dtype, **arguments)
+        arguments = {"model": str(tiny_checkpoint(seed, dtype, layers)), "dtype": dtype, **arguments}
+        config = tiny_vllm_config(additional_config, **arguments)
         with set_current_vllm_config(config):
             return InProcessThinker(get_model(vllm_config=config), config)
 

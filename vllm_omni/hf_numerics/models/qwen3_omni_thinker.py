@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Qwen3-Omni thinker with transformers' numerics."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from vllm_omni.hf_numerics.layers.gemm import use_linear_op
 from vllm_omni.hf_numerics.layers.norm import HFNumericsRMSNorm
 from vllm_omni.hf_numerics.layers.rotary import HFNumericsMRotaryEmbedding
 from vllm_omni.hf_numerics.layers.substitute import substituted
+from vllm_omni.hf_numerics.layers.tied import one_tensor
 from vllm_omni.hf_numerics.ops import OPS, implementation, proof
 
 __all__ = ["HFNumericsQwen3OmniMoeThinkerForConditionalGeneration", "HFNumericsTextModel"]
@@ -117,6 +118,12 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
         for warning in self.hf_numerics_fingerprint.warnings:
             logger.warning(warning)
         logger.info(self.hf_numerics_fingerprint.log_line())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Upstream's; see `layers.tied` for a thinker whose LM head is its embedding."""
+        language_model = self.language_model
+        tied = language_model.lm_head.weight is language_model.model.embed_tokens.weight
+        return super().load_weights(one_tensor(weights) if tied else weights)
 
     def _make_fingerprint(self, vllm_config: VllmConfig, facts: requirements_check.EngineFacts) -> Fingerprint:
         layer = self.language_model.model.layers[0]

@@ -85,9 +85,7 @@ def _topk(probabilities, column, inside, K: tl.constexpr):
 
 
 @triton.jit
-def route_kernel(
-    logits_ptr, weights_ptr, ids_ptr, stride, E: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr
-):
+def route_kernel(logits_ptr, weights_ptr, ids_ptr, stride, E: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr):
     """`from_logits` of a row of E <= 128 logits by one warp.
 
     The softmax is vLLM's ``_softmax_kernel`` over the converted logits: four neighbours a thread, then the lanes (its
