@@ -31,7 +31,7 @@ __all__ = [
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
-_PLACES = ("--json", "--keep", "--cache", "--out", "--log-dir")
+_PLACES = ("--json", "--profile", "--keep", "--cache", "--out", "--log-dir")
 
 
 class UsageError(ValueError):
@@ -114,7 +114,7 @@ def check_targets(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: one does not.
     """
-    for name in ("json", "out"):
+    for name in ("json", "profile", "out"):
         target = getattr(arguments, name, None)
         if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
             raise UsageError(f"needed a folder for --{name} {target}; got none at {Path(target).parent}; make it first")

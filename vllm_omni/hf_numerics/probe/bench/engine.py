@@ -71,10 +71,11 @@ class ArmResult:
     profiles: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        """JSON data, without the profiles."""
         rounded = {
             name: [round(value, 1) for value in getattr(self, name)] for name in ("start_seconds", "decode", "prefill")
         }
-        return {**asdict(self), **rounded}
+        return {**rounded, "experts_hit": self.experts_hit, "facts": self.facts}
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:

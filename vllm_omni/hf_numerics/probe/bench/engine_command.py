@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
         description="Start each engine in turn, over the same random weights and prompts, and time decoding and "
         "prefill; warm-up is left out. Also the start, the memory in use on the device, how many experts a "
         "decode step reads, and with --profile the time of every kernel. Needs a CUDA device. Exit code 0: measured.",
-        epilog="example: hf-numerics bench engine --preset real --profile --json engine.json",
+        epilog="example: hf-numerics bench engine --preset real --json engine.json --profile profile.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     options.add_model(parser)
@@ -34,7 +34,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=options.positive, default=3, help="timed runs of an engine that is up")
     parser.add_argument("--turns", type=options.positive, default=1, help="times that every engine is started")
     parser.add_argument("--execution", choices=("eager", "graphs"), default="graphs", help="how the engines run")
-    parser.add_argument("--profile", action="store_true", help="time every kernel of some steps, after the timed runs")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="after the timed runs, time every kernel of some steps; write that as JSON",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the engines' logs here")
     parser.set_defaults(run=run, off=False)
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         step_tokens=arguments.step_tokens,
         repeats=arguments.repeats,
         turns=arguments.turns,
-        profile=arguments.profile,
+        profile=arguments.profile is not None,
         compiles=[arguments.model or "", arguments.preset, arguments.dtype],
     )
     console = Console(stderr=arguments.json == "-")
@@ -68,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     command, started = options.recorded_command(sys.argv[1:]), time.monotonic()
 
     def written(results: Any, target: str | None) -> None:
-        data = engine_report.as_dict(spec, results, facts, command, time.monotonic() - started)
-        options.write_json(data, target)
+        about = {"command": command, "seconds": round(time.monotonic() - started, 1), "environment": facts}
+        options.write_json(about | engine_report.as_dict(spec, results), target)
+        options.write_json(about | engine_report.profiles_as_dict(results), arguments.profile)
 
     with render.steps(console) as say:
         results = engine.run(

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vllm_omni.hf_numerics.probe.bench.engine import ArmResult, EngineSpec, ratios
 
-__all__ = ["as_dict", "show"]
+__all__ = ["as_dict", "profiles_as_dict", "show"]
 
 _KERNELS_SHOWN = 14
 
@@ -72,14 +72,9 @@ def _kernels(title: str, profile: Mapping[str, Any]) -> Table:
     return table
 
 
-def as_dict(
-    spec: EngineSpec, results: Mapping[str, ArmResult], environment: Mapping[str, Any], command: str, seconds: float
-) -> dict[str, Any]:
-    """The run as JSON data."""
+def as_dict(spec: EngineSpec, results: Mapping[str, ArmResult]) -> dict[str, Any]:
+    """The timed runs as JSON data."""
     return {
-        "command": command,
-        "seconds": round(seconds, 1),
-        "environment": environment,
         "spec": asdict(spec),
         "arms": {name: arm.as_dict() for name, arm in results.items()},
         "ratios": {
@@ -87,3 +82,8 @@ def as_dict(
             for figure in ("decode", "prefill")
         },
     }
+
+
+def profiles_as_dict(results: Mapping[str, ArmResult]) -> dict[str, Any]:
+    """Every kernel of the profiled steps as JSON data: microseconds and calls of all steps together, by arm."""
+    return {"arms": {name: arm.profiles for name, arm in results.items() if arm.profiles}}
