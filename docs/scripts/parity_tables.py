@@ -15,6 +15,7 @@ AGAINST = {
     "engine_prefill": "vLLM itself, the tokens as prompts",
     "engine_decode": "vLLM itself, request 0 decoded with no neighbours",
     "aligned": "transformers, aligned",
+    "aligned_unfused": "transformers, aligned, norms and routing its own",
     "aligned_grouped_mm": "control: transformers, aligned but its own `grouped_mm` experts",
     "plain": "control: plain transformers",
 }

@@ -186,7 +186,7 @@ def test_routes_of_a_million_rows(cuda: torch.device, dtype: torch.dtype, renorm
     for seed, scale in enumerate((0.1, 1.0, 4.0, 30.0)):
         logits = normal(cuda, dtype, 1 << 18, 128, seed=seed) * scale
         expected = route.from_logits(logits, 8, renormalize)
-        assert_bitwise_equal(route._choose(logits, 8, renormalize), expected, f"scale {scale}")
+        assert_bitwise_equal(route.choose(logits, 8, renormalize), expected, f"scale {scale}")
 
 
 @pytest.mark.cuda
@@ -200,14 +200,14 @@ def test_routes_of_every_size_with_ties(cuda: torch.device, experts: int, top_k:
         drawn = torch.randint(values, (1 << 14, experts), device=cuda, generator=generator)
         for logits in (drawn.bfloat16(), drawn.float() * 0.3):
             expected = route.from_logits(logits, top_k, True)
-            assert_bitwise_equal(route._choose(logits, top_k, True), expected, f"{values} values")
+            assert_bitwise_equal(route.choose(logits, top_k, True), expected, f"{values} values")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", ROWS)
 def test_routes_at_every_row_count(cuda: torch.device, rows: int) -> None:
     logits = normal(cuda, torch.bfloat16, rows, 128)
-    assert_bitwise_equal(route._choose(logits, 8, True), route.from_logits(logits, 8, True))
+    assert_bitwise_equal(route.choose(logits, 8, True), route.from_logits(logits, 8, True))
 
 
 @pytest.mark.cuda
@@ -217,7 +217,7 @@ def test_special_logits(cuda: torch.device) -> None:
     logits[3, 5], logits[4, 5], logits[5, 5], logits[6, 5] = torch.nan, torch.inf, -torch.inf, 80.0
     logits[7] = torch.arange(128, device=cuda) * -0.75
     for renormalize in (True, False):
-        assert_bitwise_equal(route._choose(logits, 8, renormalize), route.from_logits(logits, 8, renormalize))
+        assert_bitwise_equal(route.choose(logits, 8, renormalize), route.from_logits(logits, 8, renormalize))
 
 
 @pytest.mark.cuda

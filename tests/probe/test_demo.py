@@ -13,7 +13,8 @@ from vllm_omni.hf_numerics.probe.demo import DemoSpec, Row, preset, prompts, sum
 
 REQUESTS, TOKENS = 2, 16
 COMMIT = "0123abc"
-EXACT = {("on", "engine_prefill", "alone"), ("on", "aligned", "alone"), ("on", "aligned", "packed")}
+TRAINERS = (("aligned", "alone"), ("aligned", "packed"), ("aligned_unfused", "alone"))
+EXACT = {("on", "engine_prefill", "alone"), *(("on", *trainer) for trainer in TRAINERS)}
 CONTROLS = {("on", "aligned_grouped_mm", "alone"), ("off", "plain", "alone")}
 
 

@@ -12,6 +12,7 @@ from vllm_omni.hf_numerics import versions
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 from vllm_omni.hf_numerics.trainer import Alignment, align
+from vllm_omni.hf_numerics.trainer import norm as norm_module
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME
 
@@ -85,6 +86,33 @@ def test_changes_are_named(model):
     changes = "\n".join(align(model).changes)
     assert f"attention {ATTENTION_NAME!r}, experts {EXPERTS_NAME!r}" in changes
     assert "Linear.forward" in changes and "TopKRouter.forward" in changes and "layout hook" in changes
+
+
+def test_fused_is_that_of_the_first_align(model):
+    with align(model, fused=False) as handle:
+        assert align(model, fused=False) is handle
+        assert "RMSNorm.forward" not in "\n".join(handle.changes)
+        with pytest.raises(ValueError, match="needed the fused=False that the model was aligned with; got fused=True"):
+            align(model)
+    changes = set(align(model).changes)
+    assert changes >= {"Qwen3OmniMoeThinkerTextRMSNorm.forward", "Qwen3OmniMoeTextRMSNorm.forward"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_decides_who_computes_the_norms(model, monkeypatch, fused):
+    """13 norms of 3 layers: two and q's and k's in each, and the last."""
+    calls, op = [], norm_module._Norm.apply
+    monkeypatch.setattr(norm_module._Norm, "apply", lambda *args: calls.append(args[0].shape) or op(*args))
+    with align(model, fused=fused):
+        _logits(model)
+    assert len(calls) == (13 if fused else 0)
+
+
+def test_fused_changes_no_bit(model):
+    with align(model):
+        fused = _logits(model)
+    with align(model, fused=False):
+        assert_bitwise_equal(_logits(model), fused)
 
 
 def test_parameters_stay_the_users(model):

@@ -194,3 +194,26 @@ def test_gradient_checkpointing_keeps_bits_and_gradients(model):
         ours = _gradients(model)
     for name, gradient in expected.items():
         assert_bitwise_equal(ours[name], gradient, name)
+
+
+def test_fused_norms_have_transformers_gradients(transformers_thinker):
+    """Bit for bit: the backward is that of transformers' formula on the same input.
+
+    In float32 the norm's input is the residual itself, and its three gradients are added in another order.
+    """
+    model = transformers_thinker()
+    with align(model, fused=False):
+        expected = _gradients(model)
+    with align(model):
+        ours = _gradients(model)
+    for name, gradient in expected.items():
+        assert_bitwise_equal(ours[name], gradient, name)
+
+
+def test_second_derivative_of_a_fused_norm_is_an_error(model):
+    with align(model):
+        embeddings = model.model.embed_tokens(IDS).detach().requires_grad_()
+        out = model.model.norm(embeddings)
+        [gradient] = torch.autograd.grad(out.square().sum(), embeddings, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()

@@ -26,7 +26,7 @@ from vllm_omni.hf_numerics.ops import tiles
 from vllm_omni.hf_numerics.ops.layout import standard
 from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS, aligned_rows, fused
 
-__all__ = ["from_logits", "reference", "route", "route_kernel"]
+__all__ = ["choose", "from_logits", "reference", "route", "route_kernel"]
 
 
 def from_logits(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,8 +112,8 @@ def route_kernel(logits_ptr, weights_ptr, ids_ptr, stride, E: tl.constexpr, K: t
     tl.store(ids_ptr + row * K + lane, chosen & 127, mask=lane < K)
 
 
-def _choose(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`from_logits`, by the kernel where there is one."""
+def choose(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`from_logits`, by the kernel where there is one; forward only."""
     count, experts = logits.shape
     has_kernel = experts in (16, 32, 64, 128) and top_k in (1, 2, 4, 8, 16, 32) and top_k <= experts
     if not (fused(logits) and has_kernel and count > 0):
@@ -139,7 +139,7 @@ def route(
         logits = _linear.compute(hidden, gate_weight, None, tile)
     else:
         logits = F.linear(hidden, gate_weight)
-    weights, ids = _choose(logits, top_k, renormalize)
+    weights, ids = choose(logits, top_k, renormalize)
     return standard(weights), standard(ids)
 
 

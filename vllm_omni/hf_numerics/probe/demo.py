@@ -61,6 +61,7 @@ class Row:
 _PASSES = (
     ("on", "aligned", "alone", True),
     ("on", "aligned", "packed", True),
+    ("on", "aligned_unfused", "alone", True),
     ("on", "aligned_grouped_mm", "alone", False),
     ("off", "plain", "alone", False),
 )

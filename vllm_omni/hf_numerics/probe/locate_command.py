@@ -30,7 +30,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--request", type=int, default=0, help="which request of the record")
     parser.add_argument("--off", action="store_true", help="run the rollout with the mode off")
     parser.add_argument(
-        "--numerics", choices=("aligned", "aligned_grouped_mm", "plain"), default="aligned", help="of the trainer"
+        "--numerics",
+        choices=("aligned", "aligned_unfused", "aligned_grouped_mm", "plain"),
+        default="aligned",
+        help="of the trainer",
     )
     parser.add_argument(
         "--verify",

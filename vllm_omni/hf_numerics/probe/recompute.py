@@ -29,9 +29,10 @@ __all__ = [
 
 MODULE = "vllm_omni.hf_numerics.probe.recompute"
 
+# "aligned_unfused" is aligned with transformers' own norms and routing: the same bits by another program.
 # "aligned_grouped_mm" is aligned but for transformers' own experts: a control. "plain" is transformers as it comes, its
 # log-probs by log_softmax of float32 logits.
-NUMERICS = ("aligned", "aligned_grouped_mm", "plain")
+NUMERICS = ("aligned", "aligned_unfused", "aligned_grouped_mm", "plain")
 LAYOUTS = ("alone", "packed")
 # Tokens in one packed row, so that a row's logits fit beside the model.
 _PACKED_TOKENS = 8192
@@ -84,7 +85,7 @@ def set_numerics(model: Any, kind: str) -> Iterator[None]:
     if kind == "plain":
         yield
         return
-    with align(model):
+    with align(model, fused=kind != "aligned_unfused"):
         if kind == "aligned_grouped_mm":
             model.model.config._experts_implementation_internal = "grouped_mm"  # align's undo restores it
         yield

@@ -41,9 +41,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--numerics",
-        choices=("aligned", "aligned_grouped_mm", "plain"),
+        choices=("aligned", "aligned_unfused", "aligned_grouped_mm", "plain"),
         default="aligned",
-        help="trainer: aligned, aligned but for the experts, or transformers as it comes",
+        help="trainer: aligned (also with its own norms and routing, or its own experts), or transformers as it comes",
     )
     parser.add_argument(
         "--layout", choices=("alone", "packed"), default="alone", help="trainer: how sequences are batched"

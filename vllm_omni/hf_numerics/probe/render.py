@@ -21,6 +21,7 @@ _AGAINST = {
     "engine_prefill": "vLLM, as prompts",
     "engine_decode": "vLLM, request 0",
     "aligned": "transformers",
+    "aligned_unfused": "transformers, own norms",
     "aligned_grouped_mm": "control: grouped_mm",
     "plain": "control: plain",
 }

@@ -16,11 +16,12 @@ from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (register
 from vllm_omni.hf_numerics.ops import proof
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import reference as cos_sin
-from vllm_omni.hf_numerics.ops.route import from_logits
+from vllm_omni.hf_numerics.ops.route import choose, from_logits
 from vllm_omni.hf_numerics.trainer.alignment import Alignment
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME, register_experts
 from vllm_omni.hf_numerics.trainer.layout import sequence_layout
+from vllm_omni.hf_numerics.trainer.norm import norm_forward
 
 __all__ = ["align"]
 
@@ -48,6 +49,14 @@ def _router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     weights, ids = from_logits(logits, self.top_k, self.norm_topk_prob)
     return logits, weights, ids
+
+
+def _fused_router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_router_forward` by the rollout's kernel; it has no backward, so not where a gradient is wanted."""
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad):
+        return _router_forward(self, hidden_states)
+    logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    return logits, *choose(logits, self.top_k, self.norm_topk_prob)
 
 
 def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +133,7 @@ def _exact_rotary(handle: Alignment, rotary: Any) -> None:
     _set_forward(handle, rotary, _rotary_forward)
 
 
-def _apply(handle: Alignment, thinker: Any) -> None:
+def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
     text = thinker.model
     adapted = next((name for name, module in thinker.named_modules() if hasattr(module, "lora_A")), None)
     if adapted is not None:
@@ -143,14 +152,17 @@ def _apply(handle: Alignment, thinker: Any) -> None:
         "sequence layout hook",
     )
     routers = {id(layer.mlp.gate) for layer in text.layers}
+    norms = (type(text.norm), type(text.layers[0].input_layernorm))  # two classes of one formula
     for module in (*text.modules(), thinker.lm_head):
         if isinstance(module, nn.Linear):
             _set_forward(handle, module, _linear_forward)
         elif id(module) in routers:
-            _set_forward(handle, module, _router_forward)
+            _set_forward(handle, module, _fused_router_forward if fused else _router_forward)
+        elif fused and isinstance(module, norms):
+            _set_forward(handle, module, norm_forward)
 
 
-def align(model: nn.Module) -> Alignment:
+def align(model: nn.Module, fused: bool = True) -> Alignment:
     """Make a thinker's forward equal the rollout's, bit for bit, on the device where it lies.
 
     Replaced on this instance only: the experts (`EXPERTS_NAME`), attention and its mask function (`ATTENTION_NAME`),
@@ -159,6 +171,8 @@ def align(model: nn.Module) -> Alignment:
 
     Args:
         model: ``transformers.Qwen3OmniMoeThinkerForConditionalGeneration``, or a model that has one as ``.thinker``.
+        fused: norms and, without gradients, what follows the router's GEMM by the rollout's kernels. The bits are the
+            same without; then transformers' own code runs there, slower, as an independent witness.
 
     Returns:
         The handle. Calling `align` again on an aligned model returns the same one, and a ``with`` block on that
@@ -166,19 +180,19 @@ def align(model: nn.Module) -> Alignment:
 
     Raises:
         TypeError: another model.
-        ValueError: a model with LoRA adapters.
+        ValueError: a model with LoRA adapters, or one that is aligned already with another ``fused``.
         RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1`` (for a model that is
             moved there later, at its first forward).
     """
     thinker = _thinker_of(model)
     handle = vars(thinker).get(_HANDLE)
     if handle is not None:
-        return handle.again()
+        return handle.again(fused)
     if (reason := versions.untested(versions.installed_versions())) is not None:
         raise RuntimeError(reason)
-    handle = Alignment()
+    handle = Alignment(fused)
     try:
-        _apply(handle, thinker)
+        _apply(handle, thinker, fused)
     except BaseException:
         handle.undo()
         raise

@@ -25,10 +25,12 @@ class Alignment:
 
     Attributes:
         changes: what was changed, in words, for logs.
+        fused: whether norms and routing run the rollout's kernels.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool = True) -> None:
         self.changes: list[str] = []
+        self.fused = fused
         self._restore: list[tuple[Any, str, Any]] = []
         self._hooks: list[Any] = []
         self._holds_overrides = False
@@ -70,8 +72,16 @@ class Alignment:
             self._holds_overrides = False
             batch_invariance.release()
 
-    def again(self) -> "Alignment":
-        """The same handle for a model that is aligned already: a ``with`` block on it ends nothing."""
+    def again(self, fused: bool) -> "Alignment":
+        """The same handle for a model that is aligned already: a ``with`` block on it ends nothing.
+
+        Raises:
+            ValueError: it was aligned with another ``fused``.
+        """
+        if fused != self.fused:
+            raise ValueError(
+                f"needed the fused={self.fused} that the model was aligned with; got fused={fused}; undo() that first"
+            )
         self._fresh = False
         return self
 

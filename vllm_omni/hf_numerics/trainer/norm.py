@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout's RMSNorm kernel in transformers' norm modules, with the backward of transformers' own formula."""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from vllm_omni.hf_numerics.ops import rms_norm as _rms_norm
+
+__all__ = ["norm_forward"]
+
+
+class _Norm(torch.autograd.Function):
+    """The op forward; backward, transformers' formula computed again from the input, the one tensor that is kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return torch.ops.hf_numerics.rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        wanted = ctx.needs_input_grad[:2]
+        with torch.enable_grad():
+            x, weight = (t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, wanted, strict=True))
+            out = _rms_norm.reference(x, weight, ctx.eps)
+        gradients = iter(torch.autograd.grad(out, [t for t in (x, weight) if t.requires_grad], grad))
+        return *(next(gradients) if need else None for need in wanted), None
+
+
+def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Forward of ``Qwen3OmniMoeThinkerTextRMSNorm``: hidden_states ``[..., N]``, its bits by one kernel on CUDA."""
+    return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
