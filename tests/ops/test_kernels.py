@@ -23,8 +23,8 @@ KERNELS = {
     "rms_norm 128": (rms_norm.rms_norm_kernel, {"BLOCKS": 1, "HAS_RESIDUAL": False}, 4, 1),
     "add_rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": True}, 4, 1),
     "add_deepstack 2048": (add_deepstack.add_deepstack_kernel, {"BLOCK": 2048}, 4, 0),
-    "qk_norm_rope 128": (qk_norm_rope.qk_norm_rope_kernel, {"D": 128}, 1, 2),
-    "qk_norm_rope 16": (qk_norm_rope.qk_norm_rope_kernel, {"D": 16}, 1, 2),
+    "qk_norm_rope 128": (qk_norm_rope.qk_norm_rope_kernel, {"D": 128, "HEADS": 4}, 1, 4),
+    "qk_norm_rope 16": (qk_norm_rope.qk_norm_rope_kernel, {"D": 16, "HEADS": 4}, 1, 4),
     "route 128": (route.route_kernel, {"E": 128, "K": 8, "RENORMALIZE": True}, 1, 4),
     "route 16": (route.route_kernel, {"E": 16, "K": 4, "RENORMALIZE": False}, 1, 4),
 }

@@ -47,48 +47,51 @@ def reference(
     return q, k
 
 
-@triton.jit
-def _normed(x_ptr, weight_ptr, column, inside, scale):
-    x = tl.load(x_ptr + column, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    rounded = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
-    return (weight * rounded).to(x.dtype).to(tl.float32)
+# Heads of one token that a program norms and rotates: their loads are in flight together, which hides most of the wait.
+_HEADS = 4
 
 
 @triton.jit
-def _head(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, N, eps, D: tl.constexpr):
-    """One head by one warp. The flattened [32, 4] is the tree of vLLM's ``mean_kernel`` over D <= 128 elements: four
-    neighbours a thread, then the lanes; its other 1024 - D terms are zeros."""
-    column = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    inside = column < D
-    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    # The override divides approximately (div.full) by a runtime N; so does this.
-    scale = tl.rsqrt(tl.sum(x * x) / N + eps)
-    own = _normed(x_ptr, weight_ptr, column, inside, scale)
-    half = _normed(x_ptr, weight_ptr, (column + D // 2) % D, inside, scale)  # what rotate_half puts here
-    half *= tl.where(column < D // 2, -1.0, 1.0)  # Triton's unary minus would make +0.0 of 0.0
-    cos = tl.load(cos_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    rotated = (own * cos).to(dtype).to(tl.float32) + (half * sin).to(dtype).to(tl.float32)
-    tl.store(out_ptr + column, rotated.to(dtype), mask=inside)
+def _normed(x, weight, scale, dtype: tl.constexpr):
+    rounded = (x * scale).to(dtype).to(tl.float32)
+    return (weight * rounded).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def qk_norm_rope_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, qkv_stride, Q_HEADS, K_HEADS, N, eps,
-    D: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One (token, head) a program of one warp."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """HEADS heads of a token by one warp. The sum over [32, 4] is the tree of vLLM's ``mean_kernel`` over D <= 128
+    elements: four neighbours a thread, then the lanes; its other 1024 - D terms are zeros."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None, None]
+    column = tl.arange(0, 32)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    other = (column + D // 2) % D  # what rotate_half puts into a column comes from there
+    in_row, is_query = column < D, head < Q_HEADS
+    inside = in_row & (head < Q_HEADS + K_HEADS)
+    dtype = q_ptr.dtype.element_ty
+
     x_ptr = qkv_ptr + token * qkv_stride + head * D
-    cos_ptr += token * D
-    sin_ptr += token * D
-    if head < Q_HEADS:
-        _head(x_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_ptr + (token * Q_HEADS + head) * D, N, eps, D)
-    else:
-        out_ptr = k_ptr + (token * K_HEADS + head - Q_HEADS) * D
-        _head(x_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr, N, eps, D)
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    other_x = tl.load(x_ptr + other, mask=inside, other=0.0).to(tl.float32)
+    q_weight = tl.load(q_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    q_other = tl.load(q_weight_ptr + other, mask=in_row, other=0.0).to(tl.float32)
+    k_other = tl.load(k_weight_ptr + other, mask=in_row, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * D + column, mask=in_row, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * D + column, mask=in_row, other=0.0).to(tl.float32)
+
+    squares = tl.sum(tl.sum(x * x, axis=2), axis=1)[:, None, None]
+    # The override divides approximately (div.full) by a runtime N; so does this.
+    scale = tl.rsqrt(squares / N + eps)
+    own = _normed(x, tl.where(is_query, q_weight, k_weight), scale, dtype)
+    half = _normed(other_x, tl.where(is_query, q_other, k_other), scale, dtype)
+    half *= tl.where(column < D // 2, -1.0, 1.0)  # Triton's unary minus would make +0.0 of 0.0
+    rotated = (own * cos).to(dtype).to(tl.float32) + (half * sin).to(dtype).to(tl.float32)
+    q_out, k_out = q_ptr + token * Q_HEADS * D + head * D, k_ptr + token * K_HEADS * D + (head - Q_HEADS) * D
+    tl.store(q_out + column, rotated.to(dtype), mask=inside & is_query)
+    tl.store(k_out + column, rotated.to(dtype), mask=inside & (head >= Q_HEADS))
 
 
 def launch(
@@ -106,9 +109,9 @@ def launch(
     if tokens == 0:
         return q, k
     rows = aligned_rows(qkv)
-    qk_norm_rope_kernel[(tokens, heads + kv_heads)](
+    qk_norm_rope_kernel[(tokens, triton.cdiv(heads + kv_heads, _HEADS))](
         rows, q_weight.contiguous(), k_weight.contiguous(), cos.contiguous(), sin.contiguous(), q, k,
-        rows.stride(0), heads, kv_heads, head_dim, eps, D=head_dim, num_warps=1, **KERNEL_OPTIONS,
+        rows.stride(0), heads, kv_heads, head_dim, eps, D=head_dim, HEADS=_HEADS, num_warps=1, **KERNEL_OPTIONS,
     )  # fmt: skip
     return q, k
 

@@ -89,8 +89,8 @@ def route_kernel(logits_ptr, weights_ptr, ids_ptr, stride, E: tl.constexpr, K: t
     """`from_logits` of a row of E <= 128 logits by one warp.
 
     The softmax is vLLM's ``_softmax_kernel`` over the converted logits: four neighbours a thread, then the lanes (its
-    other 1024 - E terms are zeros); exp and division are approximate. The sum of the K weights adds neighbours first,
-    as aten's sum over K threads does; K is a power of two.
+    other 1024 - E terms are zeros); exp and division are approximate. The sum of the K weights halves them, the
+    distance that is added across falling from K / 2 to 1, as aten's sum over K threads does; K is a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -104,9 +104,9 @@ def route_kernel(logits_ptr, weights_ptr, ids_ptr, stride, E: tl.constexpr, K: t
     weights = (chosen >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if RENORMALIZE:
         total = weights
-        for log in tl.static_range(5):
-            if (1 << log) < K:
-                total += tl.gather(total, lane ^ (1 << log), 0)
+        for halving in tl.static_range(1, 6):
+            if (K >> halving) > 0:
+                total += tl.gather(total, lane ^ (K >> halving), 0)
         weights = tl.div_rn(weights, total)
     tl.store(weights_ptr + row * K + lane, weights.to(weights_ptr.dtype.element_ty), mask=lane < K)
     tl.store(ids_ptr + row * K + lane, chosen & 127, mask=lane < K)

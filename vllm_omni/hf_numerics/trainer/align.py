@@ -16,12 +16,12 @@ from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (register
 from vllm_omni.hf_numerics.ops import proof
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import reference as cos_sin
-from vllm_omni.hf_numerics.ops.route import choose, from_logits
 from vllm_omni.hf_numerics.trainer.alignment import Alignment
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME, register_experts
 from vllm_omni.hf_numerics.trainer.layout import sequence_layout
 from vllm_omni.hf_numerics.trainer.norm import norm_forward
+from vllm_omni.hf_numerics.trainer.router import fused_router_forward, router_forward
 
 __all__ = ["align"]
 
@@ -42,21 +42,6 @@ def _thinker_of(model: nn.Module) -> Any:
 
 def _linear_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return torch.ops.hf_numerics.linear(x, self.weight, self.bias)
-
-
-def _router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The GEMM that the rollout's `route` op makes, then transformers' formula."""
-    logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    weights, ids = from_logits(logits, self.top_k, self.norm_topk_prob)
-    return logits, weights, ids
-
-
-def _fused_router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_router_forward` by the rollout's kernel; it has no backward, so not where a gradient is wanted."""
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad):
-        return _router_forward(self, hidden_states)
-    logits = torch.ops.hf_numerics.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    return logits, *choose(logits, self.top_k, self.norm_topk_prob)
 
 
 def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +142,7 @@ def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
         if isinstance(module, nn.Linear):
             _set_forward(handle, module, _linear_forward)
         elif id(module) in routers:
-            _set_forward(handle, module, _fused_router_forward if fused else _router_forward)
+            _set_forward(handle, module, fused_router_forward if fused else router_forward)
         elif fused and isinstance(module, norms):
             _set_forward(handle, module, norm_forward)
 
@@ -171,8 +156,8 @@ def align(model: nn.Module, fused: bool = True) -> Alignment:
 
     Args:
         model: ``transformers.Qwen3OmniMoeThinkerForConditionalGeneration``, or a model that has one as ``.thinker``.
-        fused: norms and, without gradients, what follows the router's GEMM by the rollout's kernels. The bits are the
-            same without; then transformers' own code runs there, slower, as an independent witness.
+        fused: norms, and what follows the router's GEMM, by the rollout's kernels. The bits are the same without; then
+            transformers' own code runs there, slower, as an independent witness.
 
     Returns:
         The handle. Calling `align` again on an aligned model returns the same one, and a ``with`` block on that
