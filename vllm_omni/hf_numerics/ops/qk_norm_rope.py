@@ -62,36 +62,39 @@ def qk_norm_rope_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, qkv_stride, Q_HEADS, K_HEADS, N, eps,
     D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a token by one warp. The sum over [32, 4] is the tree of vLLM's ``mean_kernel`` over D <= 128
-    elements: four neighbours a thread, then the lanes; its other 1024 - D terms are zeros."""
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None, None]
-    column = tl.arange(0, 32)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    """HEADS heads of a token by one warp. The flattened [32, 4] of a head is the tree of vLLM's ``mean_kernel`` over
+    D <= 128 elements: four neighbours a thread, then the lanes; its other 1024 - D terms are zeros. Each head has a
+    block of its own: over one axis of a block of several, Triton 3.6 adds in another order."""
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
+    column = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     other = (column + D // 2) % D  # what rotate_half puts into a column comes from there
-    in_row, is_query = column < D, head < Q_HEADS
-    inside = in_row & (head < Q_HEADS + K_HEADS)
+    in_row = column < D
     dtype = q_ptr.dtype.element_ty
+    heads = Q_HEADS + K_HEADS
 
-    x_ptr = qkv_ptr + token * qkv_stride + head * D
-    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    other_x = tl.load(x_ptr + other, mask=inside, other=0.0).to(tl.float32)
-    q_weight = tl.load(q_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    q_other = tl.load(q_weight_ptr + other, mask=in_row, other=0.0).to(tl.float32)
-    k_other = tl.load(k_weight_ptr + other, mask=in_row, other=0.0).to(tl.float32)
+    own, half, weight, half_weight = (), (), (), ()
+    for i in tl.static_range(HEADS):
+        x_ptr = qkv_ptr + token * qkv_stride + (first + i) * D
+        weight_ptr = q_weight_ptr if first + i < Q_HEADS else k_weight_ptr
+        inside = in_row & (first + i < heads)
+        own += (tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32),)
+        half += (tl.load(x_ptr + other, mask=inside, other=0.0).to(tl.float32),)
+        weight += (tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32),)
+        half_weight += (tl.load(weight_ptr + other, mask=in_row, other=0.0).to(tl.float32),)
     cos = tl.load(cos_ptr + token * D + column, mask=in_row, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * D + column, mask=in_row, other=0.0).to(tl.float32)
 
-    squares = tl.sum(tl.sum(x * x, axis=2), axis=1)[:, None, None]
-    # The override divides approximately (div.full) by a runtime N; so does this.
-    scale = tl.rsqrt(squares / N + eps)
-    own = _normed(x, tl.where(is_query, q_weight, k_weight), scale, dtype)
-    half = _normed(other_x, tl.where(is_query, q_other, k_other), scale, dtype)
-    half *= tl.where(column < D // 2, -1.0, 1.0)  # Triton's unary minus would make +0.0 of 0.0
-    rotated = (own * cos).to(dtype).to(tl.float32) + (half * sin).to(dtype).to(tl.float32)
-    q_out, k_out = q_ptr + token * Q_HEADS * D + head * D, k_ptr + token * K_HEADS * D + (head - Q_HEADS) * D
-    tl.store(q_out + column, rotated.to(dtype), mask=inside & is_query)
-    tl.store(k_out + column, rotated.to(dtype), mask=inside & (head >= Q_HEADS))
+    for i in tl.static_range(HEADS):
+        head = first + i
+        # The override divides approximately (div.full) by a runtime N; so does this.
+        scale = tl.rsqrt(tl.sum(own[i] * own[i]) / N + eps)
+        normed = _normed(own[i], weight[i], scale, dtype)
+        # Triton's unary minus would make +0.0 of 0.0.
+        turned = _normed(half[i], half_weight[i], scale, dtype) * tl.where(column < D // 2, -1.0, 1.0)
+        rotated = (normed * cos).to(dtype).to(tl.float32) + (turned * sin).to(dtype).to(tl.float32)
+        row = token * Q_HEADS + head if head < Q_HEADS else token * K_HEADS + head - Q_HEADS
+        out_ptr = q_ptr if head < Q_HEADS else k_ptr
+        tl.store(out_ptr + row * D + column, rotated.to(dtype), mask=in_row & (head < heads))
 
 
 def launch(
