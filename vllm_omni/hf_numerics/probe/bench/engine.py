@@ -18,6 +18,8 @@ __all__ = ["ARMS", "Arm", "ArmResult", "EngineSpec", "ratios", "run"]
 
 # A KV cache of one size for all: what else an arm takes can then be read from the device.
 _KV_BYTES = 6 << 30
+# Prefills are short, and how the scheduler cuts them into steps differs from run to run: more of them, to warm up too.
+_PREFILLS = 5
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class EngineSpec:
 
 @dataclass
 class ArmResult:
-    """Measured figures of an arm over all turns; tokens a second, one for each repeat."""
+    """Measured figures of an arm over all turns; tokens a second, one for each repeat (of prefills, several)."""
 
     start_seconds: list[float]
     decode: list[float]
@@ -113,9 +115,11 @@ def _time_arm(spec: EngineSpec, arm: Arm, log: Path, first: bool) -> ArmResult:
         side.call(do="facts")
         result = ArmResult([time.monotonic() - started], [], [], {})
         side.call(do="seconds", **{**decode, "tokens": min(16, spec.tokens)})
-        side.call(do="seconds", **prefill)
+        for _ in range(_PREFILLS):
+            side.call(do="seconds", **prefill)
         for _ in range(spec.repeats):
             result.decode.append(spec.requests * spec.tokens / side.call(do="seconds", **decode))
+        for _ in range(spec.repeats * _PREFILLS):
             result.prefill.append(prefilled / side.call(do="seconds", **prefill))
         result.facts = side.call(do="facts")
         if first and arm.hf_numerics:

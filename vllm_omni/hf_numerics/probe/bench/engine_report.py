@@ -73,9 +73,11 @@ def _kernels(title: str, profile: Mapping[str, Any]) -> Table:
 
 
 def as_dict(spec: EngineSpec, results: Mapping[str, ArmResult]) -> dict[str, Any]:
-    """The timed runs as JSON data."""
+    """The timed runs as JSON data; where the checkpoint lies is left out."""
+    run = asdict(spec)
+    del run["compiles"], run["rollout"]["checkpoint"]
     return {
-        "spec": asdict(spec),
+        "spec": run,
         "arms": {name: arm.as_dict() for name, arm in results.items()},
         "ratios": {
             figure: {name: round(value, 4) for name, value in ratios(results, figure).items()}

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print the tables of docs/performance.md from the result files: ``python docs/scripts/performance_tables.py``.
+
+Standard library only.
+"""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+ENGINE, PROFILE = RESULTS / "bench-engine-h200.json", RESULTS / "profile-h200.json"
+TILES = ROOT / "vllm_omni" / "hf_numerics" / "ops" / "tile_tables" / "NVIDIA_H200.json"
+NAMES = {"stock": "stock", "stock-batch-invariant": "stock, batch-invariant", "hf-numerics": "the mode"}
+# Kernels by what they do: the first part of a name that matches decides.
+GROUPS = {
+    "experts: the two GEMMs": ("fused_moe_kernel",),
+    "experts: sorting, activation, sum": ("moe_align", "count_and_sort", "act_and_mul", "moe_sum"),
+    "routing": ("topkGating", "route_kernel"),
+    "linear layers and LM head": ("matmul_kernel_persistent", "gemm", "nvjet"),
+    "attention and KV cache": ("flash::", "reshape_and_cache"),
+    "norms, residual adds, rotation": ("rms_norm", "qk_norm_rope", "triton_"),
+    "sampling and log-probs": ("log_softmax", "gumbel", "_ranks_kernel"),
+    "the rest": ("",),
+}
+ROWS_SHOWN = (16, 32, 512, 2048, 8192)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def engine(path: Path = ENGINE) -> list[str]:
+    """A row for each arm: tokens a second of decoding, median and extremes, and the mode over it."""
+    data = _read(path)
+    rows = []
+    for name, arm in data["arms"].items():
+        over = data["ratios"]["decode"].get(name)
+        decode = f"{median(arm['decode']):,.0f} ({min(arm['decode']):,.0f} to {max(arm['decode']):,.0f})"
+        memory = f"{arm['facts']['memory']['used'] / 1e9:.2f} GB"
+        rows.append(f"| {NAMES[name]} | {decode} | {'-' if over is None else f'{over:.3f}'} | {memory} |")
+    return rows
+
+
+def _grouped(profile: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds a step of each group."""
+    sums = dict.fromkeys(GROUPS, 0.0)
+    for kernel in profile["kernels"]:
+        group = next(group for group, parts in GROUPS.items() if any(part in kernel["kernel"] for part in parts))
+        sums[group] += kernel["us"] / profile["steps"] / 1e3
+    return sums
+
+
+def profile(what: str, path: Path = PROFILE) -> list[str]:
+    """A row for each group of kernels of ``what`` ("decode" or "prefill"), a column for each arm, and the sums."""
+    arms = _read(path)["arms"]
+    columns = {name: _grouped(arm[what]) for name, arm in arms.items()}
+    columns = {name: {**groups, "all kernels": sum(groups.values())} for name, groups in columns.items()}
+    groups = next(iter(columns.values()))
+    return [f"| {group} | {' | '.join(f'{column[group]:.2f}' for column in columns.values())} |" for group in groups]
+
+
+def tiles(path: Path = TILES) -> list[str]:
+    """A row for each GEMM: forced over chosen time at some row counts."""
+    rows = []
+    for key, by_rows in _read(path)["microseconds"].items():
+        cells = (by_rows[str(count)] for count in ROWS_SHOWN)
+        times = [f"{cell['forced']:,.1f} → {cell['chosen']:,.1f}" for cell in cells]
+        rows.append(f"| {key.rpartition(' ')[0]} | {' | '.join(times)} |")
+    return rows
+
+
+def all_equal(path: Path = TILES) -> tuple[int, int]:
+    """How many (GEMM, tile) pairs were compared with the forced tile, and how many had its bits."""
+    candidates = _read(path)["candidates"].values()
+    return sum(c["tried"] for c in candidates), sum(c["equal"] for c in candidates)
+
+
+if __name__ == "__main__":
+    print("\n".join([*engine(), "", *profile("decode"), "", *profile("prefill"), "", *tiles(), "", str(all_equal())]))
