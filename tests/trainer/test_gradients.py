@@ -86,7 +86,7 @@ def test_gradients_are_as_close_as_transformers_own_in_float32(model, exact):
 @pytest.mark.parametrize("wrong", ["weights", "hidden", "gate_up", "down"])
 def test_a_wrong_experts_gradient_is_seen(model, exact, monkeypatch, wrong, factor):
     """Right loss, wrong router (or other) gradient: the forward is untouched, one gradient is scaled."""
-    right = experts_module._grouped_mm
+    right = experts_module.grouped_mm
 
     def scaled(module, hidden, gate_up, down, weights, ids):
         leaves = {"hidden": hidden, "gate_up": gate_up, "down": down, "weights": weights}
@@ -95,7 +95,7 @@ def test_a_wrong_experts_gradient_is_seen(model, exact, monkeypatch, wrong, fact
 
     with align(model):
         loss = _loss(model).detach()
-        monkeypatch.setattr(experts_module, "_grouped_mm", scaled)
+        monkeypatch.setattr(experts_module, "grouped_mm", scaled)
         assert_bitwise_equal(_loss(model).detach(), loss)
         ours = _gradients(model)
     with pytest.raises(AssertionError, match="relative error over"):

@@ -72,15 +72,15 @@ def qk_norm_rope_kernel(
     dtype = q_ptr.dtype.element_ty
     heads = Q_HEADS + K_HEADS
 
-    own, half, weight, half_weight = (), (), (), ()
+    own, half, weight, half_weight = (), (), (), ()  # grown while the loop is unrolled: mypy cannot follow
     for i in tl.static_range(HEADS):
         x_ptr = qkv_ptr + token * qkv_stride + (first + i) * D
         weight_ptr = q_weight_ptr if first + i < Q_HEADS else k_weight_ptr
         inside = in_row & (first + i < heads)
-        own += (tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32),)
-        half += (tl.load(x_ptr + other, mask=inside, other=0.0).to(tl.float32),)
-        weight += (tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32),)
-        half_weight += (tl.load(weight_ptr + other, mask=in_row, other=0.0).to(tl.float32),)
+        own += (tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32),)  # type: ignore
+        half += (tl.load(x_ptr + other, mask=inside, other=0.0).to(tl.float32),)  # type: ignore
+        weight += (tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32),)  # type: ignore
+        half_weight += (tl.load(weight_ptr + other, mask=in_row, other=0.0).to(tl.float32),)  # type: ignore
     cos = tl.load(cos_ptr + token * D + column, mask=in_row, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * D + column, mask=in_row, other=0.0).to(tl.float32)
 

@@ -21,6 +21,7 @@ __all__ = [
     "add_seed",
     "check_targets",
     "json_object",
+    "need_batch_invariant_gpu",
     "positive",
     "recorded_command",
     "resolve_device",
@@ -133,6 +134,22 @@ def resolve_device(choice: str) -> str:
     if choice == "cuda" and not torch.cuda.is_available():
         raise UsageError("needed a CUDA device; got none; use --device cpu")
     return choice
+
+
+def need_batch_invariant_gpu() -> None:
+    """For commands that run the batch-invariant kernels in their own process.
+
+    Raises:
+        UsageError: no CUDA device, or ``VLLM_BATCH_INVARIANT`` is not 1; vLLM reads it when it is imported.
+    """
+    if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
+        raise UsageError(
+            "needed batch-invariant vLLM, whose kernels are run; got VLLM_BATCH_INVARIANT unset; set it to 1"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("needed a CUDA device; got none; run it on a machine that has one")
 
 
 def recorded_command(arguments: list[str]) -> str:

@@ -9,12 +9,12 @@ from torch import nn
 
 from vllm_omni.hf_numerics.ops import experts as _experts  # noqa: F401  (registers the op)
 
-__all__ = ["EXPERTS_NAME", "experts_forward", "register_experts"]
+__all__ = ["EXPERTS_NAME", "experts_forward", "grouped_mm", "register_experts"]
 
 EXPERTS_NAME = "vllm_fused_experts"
 
 
-def _grouped_mm(
+def grouped_mm(
     module: Any,
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
@@ -57,7 +57,7 @@ class _Experts(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(need) for x, need in zip(differentiable, wanted, strict=True)]
             hidden, gate_up, down, weights = leaves
-            out = _grouped_mm(ctx.module, hidden, gate_up, down, weights, ids)
+            out = grouped_mm(ctx.module, hidden, gate_up, down, weights, ids)
         gradients = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grad))
         return None, *(next(gradients) if need else None for need in wanted), None
 

@@ -2,7 +2,6 @@
 """``hf-numerics tune``. Standard library only at import."""
 
 import argparse
-import os
 import sys
 from typing import Any
 
@@ -39,15 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
-    if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
-        raise options.UsageError(
-            "needed batch-invariant vLLM, whose tiles are tuned; got VLLM_BATCH_INVARIANT unset; set it to 1"
-        )
+    options.need_batch_invariant_gpu()
     import torch
-
-    if not torch.cuda.is_available():
-        raise options.UsageError("needed a CUDA device; got none; run it on a machine that has one")
-
     from rich.console import Console
     from rich.progress import Progress
     from vllm.model_executor.determinism.batch_invariant import init_batch_invariance

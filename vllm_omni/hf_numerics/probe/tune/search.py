@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from vllm_omni.hf_numerics.ops import experts, linear, tiles
 from vllm_omni.hf_numerics.ops.proof import linear_shapes
 from vllm_omni.hf_numerics.ops.tiles import Tile
+from vllm_omni.hf_numerics.probe.timing import captured_microseconds
 from vllm_omni.hf_numerics.probe.tune import candidates
 
 __all__ = ["PROOF_ROWS", "ROWS", "Gemm", "Tuned", "choose", "experts_gemm", "gemms", "linear_gemm", "tune"]
@@ -26,7 +28,6 @@ PROOF_ROWS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 300, 511, 100
 # A tile this close to the fastest is as good: fewer tiles are fewer kernels to compile and to prove at start.
 _AS_GOOD = 1.03
 _CACHE_BYTES = 200e6
-_REPLAYS = 5
 
 
 @dataclass(frozen=True)
@@ -101,22 +102,7 @@ def gemms(config: Any, dtype: torch.dtype, rows: int = max(ROWS)) -> Iterator[Ge
 
 def _microseconds(gemm: Gemm, rows: int, tile: Tile | None) -> float:
     """Of one call, inside a CUDA graph of one call on every weight; the fastest of a few replays."""
-    for copy in range(gemm.copies):
-        gemm.run(rows, tile, copy)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for copy in range(gemm.copies):
-            gemm.run(rows, tile, copy)
-    graph.replay()
-    times = []
-    for _ in range(_REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / gemm.copies)
-    return min(times)
+    return min(captured_microseconds([partial(gemm.run, rows, tile, copy) for copy in range(gemm.copies)]))
 
 
 def _equal(gemm: Gemm, tile: Tile, row_counts: tuple[int, ...]) -> bool:

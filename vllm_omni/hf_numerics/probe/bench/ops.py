@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``hf-numerics bench ops``: compare the bits of a case's arms, then time them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from vllm_omni.hf_numerics.probe.bench.ops_cases import MODE, Case
+from vllm_omni.hf_numerics.probe.timing import captured_microseconds, launched_microseconds
+
+__all__ = ["CaseResult", "copy_bandwidth", "equal_arms", "same_bits", "timed"]
+
+_COPY_BYTES = 1 << 30
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Of one case: median microseconds by arm, which arms have the mode's bits, and what the mode's time amounts to.
+
+    ``share_of_copy``: the mode's gigabytes a second over those of a large copy.
+    """
+
+    op: str
+    rows: int
+    microseconds: dict[str, float]
+    equal: dict[str, bool]
+    equal_to: str
+    gigabytes_per_second: float
+    share_of_copy: float
+    teraflops: float | None
+    launched: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the arm that defines the op has the mode's bits."""
+        return self.equal[self.equal_to]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON data."""
+        times = {arm: round(value, 2) for arm, value in self.microseconds.items()}
+        return {**asdict(self), "microseconds": times, "passed": self.passed}
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def same_bits(result: Any, expected: Any) -> bool:
+    """Whether two results, a tensor or several, hold the same values bit for bit; their views may differ."""
+    pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
+    return all(
+        a.dtype == b.dtype and a.numel() == b.numel() and torch.equal(_as_integers(a), _as_integers(b))
+        for a, b in pairs
+    )
+
+
+def _as_integers(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
+
+
+@torch.no_grad()
+def equal_arms(case: Case) -> dict[str, bool]:
+    """Of every other arm, whether it has the mode's bits. The arms that define an op come first: others may write."""
+    ours = [x.clone() for x in _tensors(case.arms[MODE](0))]
+    others = sorted((arm for arm in case.arms if arm != MODE), key=lambda arm: arm != case.equal_to)
+    return {arm: same_bits(case.arms[arm](0), ours) for arm in others}
+
+
+def copy_bandwidth() -> float:
+    """Gigabytes a second that a large copy reads and writes."""
+    source = torch.ones(_COPY_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / median(captured_microseconds([lambda: target.copy_(source)])) / 1e3
+
+
+@torch.no_grad()
+def timed(cases: Iterator[Case], copy: float, done: Callable[[CaseResult], Any]) -> list[CaseResult]:
+    """Compare and time every case.
+
+    Args:
+        cases: what to run.
+        copy: gigabytes a second of a copy on this device.
+        done: called with each result.
+    """
+    results = []
+    for case in cases:
+        equal, times = equal_arms(case), {}
+        for arm, run in case.arms.items():
+            calls = [partial(run, copy_index) for copy_index in range(case.copies)]
+            measure = launched_microseconds if arm in case.launched else captured_microseconds
+            times[arm] = median(measure(calls))
+        speed = case.moved / times[MODE] / 1e3
+        results.append(
+            CaseResult(
+                case.op,
+                case.rows,
+                times,
+                equal,
+                case.equal_to,
+                round(speed, 1),
+                round(speed / copy, 3),
+                round(case.operations / times[MODE] / 1e6, 1) if case.operations else None,
+                sorted(case.launched),
+            )
+        )
+        done(results[-1])
+    return results
