@@ -28,17 +28,8 @@ def show(console: Console, results: Iterable[CaseResult], copy: float) -> None:
     """Microseconds of every arm, ratios, and the mode's time against the copy bandwidth."""
     table = Table(title="microseconds a call; ≠: other bits than the mode's; *: launched from Python, not captured")
     table.add_column("op", no_wrap=True)
-    for name in (
-        "rows",
-        TRANSFORMERS,
-        STOCK,
-        MODE,
-        "transformers over it",
-        "stock over it",
-        "GB/s",
-        "of copy",
-        "TFLOP/s",
-    ):
+    over = (f"{TRANSFORMERS} over it", f"{STOCK} over it")
+    for name in ("rows", TRANSFORMERS, STOCK, MODE, *over, "GB/s", "of copy", "TFLOP/s"):
         table.add_column(name, justify="right")
     for result in results:
         table.add_row(
