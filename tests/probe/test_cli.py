@@ -12,7 +12,7 @@ from vllm_omni.hf_numerics.probe import cli, options
 from vllm_omni.hf_numerics.probe.cli import build_parser, main
 
 COMMANDS = ("demo", "record", "compare", "locate", "report", "gate", "matrix", "tune", "bench", "deploy", "env")
-BENCHES = ("engine", "ops")
+BENCHES = ("engine", "ops", "trainer")
 
 
 def test_commands_are_these():

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm_omni.hf_numerics.probe.bench import engine_command, ops_command
+from vllm_omni.hf_numerics.probe.bench import engine_command, ops_command, trainer_command
 
 __all__ = ["add_parser"]
 
@@ -18,3 +18,4 @@ def add_parser(commands: Any) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     engine_command.add_parser(benches)
     ops_command.add_parser(benches)
+    trainer_command.add_parser(benches)

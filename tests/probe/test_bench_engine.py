@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench engine``: how the arms differ, ratios, and what is shown and written. The engines need a GPU."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from vllm_omni.hf_numerics.ops.tiles import FOLDER_VARIABLE
+from vllm_omni.hf_numerics.probe import options
+from vllm_omni.hf_numerics.probe.bench import engine, engine_report
+from vllm_omni.hf_numerics.probe.bench.engine import ARMS, ArmResult
+from vllm_omni.hf_numerics.probe.bench.engine_command import _ARMS
+from vllm_omni.hf_numerics.probe.cli import main
+from vllm_omni.hf_numerics.probe.rollout import RolloutSpec
+
+FACTS = {"memory": {"used": 70_500_000_000, "peak_allocated": 69_000_000_000}, "execution": {}, "fingerprint": {}}
+KERNELS = [{"kernel": "fused_moe_kernel", "calls": 330, "us": 66_000.0}, {"kernel": "rms", "calls": 33, "us": 33_000.0}]
+
+
+@pytest.fixture
+def spec():
+    rollout = RolloutSpec("/folder/of/this/machine", 0, "bfloat16", "cuda", True, "graphs", None, {"max_num_seqs": 7})
+    arms = ["stock", "hf-numerics"]
+    return engine.EngineSpec(rollout, arms, 32, 250, 512, 8192, 3, 1, True, ["", "real", "bfloat16"])
+
+
+@pytest.fixture
+def results():
+    profiles = {"decode": {"steps": 33, "rows": 32, "seconds": 1.0, "kernels": KERNELS}}
+    return {
+        "stock": ArmResult([80.0], [1000.0, 1200.0, 1100.0], [30000.0], FACTS),
+        "hf-numerics": ArmResult([85.0], [2200.0, 1.0, 2300.0], [36000.0], FACTS, [110.0, 112.0], profiles),
+    }
+
+
+def test_arms_are_the_commands():
+    assert tuple(ARMS) == _ARMS
+
+
+def test_how_the_arms_differ(monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, "mine")
+    environments = {name: engine._environment(arm) for name, arm in ARMS.items()}
+    assert "VLLM_BATCH_INVARIANT" not in environments["stock"]
+    assert all(environments[name]["VLLM_BATCH_INVARIANT"] == "1" for name in _ARMS[1:])
+    assert [environments[name][FOLDER_VARIABLE] for name in _ARMS] == ["mine", "mine", "mine", "off"]
+    assert [ARMS[name].hf_numerics for name in _ARMS] == [False, False, True, True]
+
+
+def test_engine_arguments(spec):
+    """Room for prompt and tokens in whole blocks; nothing cached; the user's own arguments win."""
+    arguments = engine._engine_arguments(spec)
+    assert arguments["max_model_len"] == 768 and arguments["enable_prefix_caching"] is False
+    assert arguments["max_num_seqs"] == 7
+
+
+def test_ratios_are_of_medians(results):
+    assert engine.ratios(results, "decode") == {"stock": 2.0}
+    assert engine.ratios(results, "prefill") == {"stock": 1.2}
+    assert engine.ratios({"stock": results["stock"]}, "decode") == {}
+
+
+def test_written(spec, results):
+    data = json.loads(json.dumps(engine_report.as_dict(spec, results)))
+    assert data["ratios"] == {"decode": {"stock": 2.0}, "prefill": {"stock": 1.2}}
+    assert data["arms"]["hf-numerics"]["experts_hit"] == [110.0, 112.0] and "profiles" not in data["arms"]["stock"]
+    assert "/folder" not in json.dumps(data) and spec.rollout.checkpoint.startswith("/folder")
+    profiles = json.loads(json.dumps(engine_report.profiles_as_dict(results)))
+    assert list(profiles["arms"]) == ["hf-numerics"] and profiles["arms"]["hf-numerics"]["decode"]["kernels"] == KERNELS
+
+
+def test_shown(spec, results):
+    console = Console(width=180, record=True, file=open("/dev/null", "w"))
+    engine_report.show(console, spec, results, {"hardware": "NVIDIA H200"})
+    lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    assert "stock 1,100 (1,000 to 1,200) 30,000 (30,000 to 30,000) 2.000 80 70.50" in lines
+    assert "hf-numerics 2,200 (1 to 2,300) 36,000 (36,000 to 36,000) - 85 70.50" in lines
+    assert any("reads 111.0 experts a layer (110.0 to 112.0)" in line for line in lines)
+    assert any("hf-numerics, decode, 32 rows: 3.00 ms of kernels a step" in line for line in lines)
+    assert "fused_moe_kernel 10.0 2000.0 66.7 %" in lines
+
+
+def test_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "engine"]) == options.UNUSABLE
+    assert "needed a CUDA device; got none; an engine's speed on a CPU says nothing" in capsys.readouterr().err
