@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 
-SIZES = [(16, 4), (16, 16), (64, 1), (128, 8), (128, 32)]
-ROWS = 18
+SIZES = [(16, 4), (16, 16), (64, 1), (128, 8)]
+ROWS = 14
 
 
 def network_order(keys: list[int]) -> list[int]:
