@@ -14,7 +14,7 @@ from vllm_omni.hf_numerics.probe.matrix.run import ROWS
 pytestmark = pytest.mark.engine
 
 # Engines that compile take a minute each: `hf-numerics matrix --rows compiled 'compile-cache*'` runs them.
-ENGINES = ("refusals", "base", "tight", "tied", "serial")
+ENGINES = ("refusals", "base", "tight", "tied", "serial", "media", "media-chunked")
 HERE = [row for row in select(ROWS, (), "cpu") if row.engine in ENGINES]
 
 
@@ -42,6 +42,13 @@ def test_row(run, row):
         assert all(reason.startswith("semantics differ: ") for reason in found["reasons"])
     else:
         assert row.wants == REFUSED and found["observed"]["by"] == "hf_numerics"
+
+
+def test_transformers_own_towers_are_measured_beside_the_verdict(run):
+    """They are not covered: the row says how far off they are, and claims nothing."""
+    [row] = [line for line in run[1]["rows"] if line["row"] == "media-image"]
+    count, _, total = row["observed"]["differing_with_transformers_towers"].partition(" of ")
+    assert int(total) == row["compared"] and 0 <= int(count) <= int(total)
 
 
 def test_the_run_as_a_whole(run):

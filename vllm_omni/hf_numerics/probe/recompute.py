@@ -23,7 +23,9 @@ __all__ = [
     "TrainerSpec",
     "draw_weights",
     "load_model",
+    "log_prob_bits",
     "recompute",
+    "rotary_positions",
     "set_numerics",
 ]
 
@@ -102,9 +104,10 @@ def _temperature(semantics: Mapping[str, Any]) -> float:
     return float(value) if processed and isinstance(value, (int, float)) and value > 0 else 1.0
 
 
-def _logprobs(
+def log_prob_bits(
     logits: torch.Tensor, token_ids: list[int], kind: str, model_runner: str, temperature: float
 ) -> list[int]:
+    """Of ``token_ids[i]`` under ``logits[i]`` ``[T, V]``, as float32 bit patterns; the arguments are `recompute`'s."""
     from vllm_omni.hf_numerics.trainer import token_logprobs
 
     ids = torch.tensor(token_ids, device=logits.device)
@@ -130,12 +133,14 @@ def _groups(sequences: list[TokenSequence], layout: str) -> Iterator[list[TokenS
 
 
 @contextmanager
-def _rotary_positions(model: Any) -> Iterator[list[list[int]]]:
+def rotary_positions(model: Any) -> Iterator[list[list[int]]]:
     """Filled by a forward of one row inside the block: time, height and width as the rotary module was given them."""
     seen: list[list[int]] = []
 
     def note(module: Any, args: tuple[Any, ...]) -> None:
-        seen[:] = args[1][:, 0].tolist()
+        positions = args[1][:, 0]
+        whole = positions.long()  # transformers' get_rope_index gives whole numbers as floats
+        seen[:] = (whole if torch.equal(whole.to(positions.dtype), positions) else positions).tolist()
 
     hook = model.model.rotary_emb.register_forward_pre_hook(note)
     try:
@@ -164,14 +169,14 @@ def recompute(
         whole = [sequence.prompt_token_ids + sequence.token_ids for sequence in group]
         ids = torch.tensor([token for tokens in whole for token in tokens], device=device)[None]
         positions = torch.cat([torch.arange(len(tokens), device=device) for tokens in whole])[None]
-        with _rotary_positions(model) as seen:
+        with rotary_positions(model) as seen:
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         start = 0
         for sequence, tokens in zip(group, whole, strict=True):
             # The logits at a token's position are the distribution of the next one.
             first = start + len(sequence.prompt_token_ids) - 1
             own = logits[first : start + len(tokens) - 1]
-            bits = _logprobs(own, sequence.token_ids, kind, model_runner, temperature)
+            bits = log_prob_bits(own, sequence.token_ids, kind, model_runner, temperature)
             used = one_row_of_text([row[start : start + len(tokens)] for row in seen])
             results.append(TokenSequence(sequence.prompt_token_ids, sequence.token_ids, bits, used))
             start += len(tokens)
@@ -197,21 +202,37 @@ class Trainer:
         ``weights`` is what this side calls its weights; None: what the rollout calls them.
         """
         source = Record.read(Path(rollout))
-        model_runner = source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
         temperature = _temperature(source.semantics)
         with set_numerics(self.model, numerics):
-            sequences = recompute(self.model, source.sequences, numerics, layout, model_runner, temperature)
+            runner = self.model_runner(source)
+            sequences = recompute(self.model, source.sequences, numerics, layout, runner, temperature)
+        self.write(source, sequences, f"transformers {numerics}, {layout}", out, weights, temperature)
+        return {}
+
+    def model_runner(self, source: Record) -> str:
+        """Whose sampler gave a rollout's log-probs: its fingerprint says so."""
+        return source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
+
+    def write(
+        self,
+        source: Record,
+        sequences: list[TokenSequence],
+        label: str,
+        out: str,
+        weights: str | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        """Write what was recomputed of ``source`` to ``out``."""
         mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
         Record(
             side="trainer",
-            label=f"transformers {numerics}, {layout}",
+            label=label,
             sequences=sequences,
             semantics={**RAW_SEMANTICS, "temperature": temperature, "logprobs_mode": mode},
             weights=source.weights if weights is None else weights,
             weight_checksums=self.checksums,
             environment=self.environment,
         ).write(Path(out))
-        return {}
 
     def capture(self, prompt: list[int], out: str, numerics: str, inject: dict[str, Any] | None = None) -> list[str]:
         """Run one prompt and write what its rows were after every op to ``out``; returns the names of the ops."""

@@ -130,10 +130,12 @@ class Rollout:
         return {"tokens": record.tokens}
 
     def _with_positions(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
-        prompts = [sequence.prompt_token_ids for sequence in sequences]
-        lengths = [len(sequence.prompt_token_ids) + len(sequence.token_ids) for sequence in sequences]
-        found = self.engine.collective_rpc("hf_numerics_positions", args=(prompts, lengths))[0]
-        return [replace(sequence, positions=own) for sequence, own in zip(sequences, found, strict=True)]
+        """Those of text, for sequences that bring none of their own."""
+        text = [sequence for sequence in sequences if sequence.positions is None]
+        prompts = [sequence.prompt_token_ids for sequence in text]
+        lengths = [len(sequence.prompt_token_ids) + len(sequence.token_ids) for sequence in text]
+        found = iter(self.engine.collective_rpc("hf_numerics_positions", args=(prompts, lengths))[0])
+        return [replace(s, positions=next(found)) if s.positions is None else s for s in sequences]
 
     def sample(
         self,

@@ -84,10 +84,13 @@ class Bench:
         rollout, trainer = self.folder / "rollout.json", self.folder / "trainer.json"
         self.trainer.call(do="recompute", rollout=str(rollout), out=str(trainer), numerics=numerics, layout=layout)
         outcome = compare(Record.read(rollout), Record.read(trainer))
+        self._add(outcome)
+        return outcome
+
+    def _add(self, outcome: Comparison) -> None:
         self.result.compared += outcome.compared
         self.result.differing += outcome.differing
         self.result.reasons += [reason for reason in outcome.obstacles if reason not in self.result.reasons]
-        return outcome
 
     def check(
         self, prompts: list[list[int]], tokens: list[int] | int, layout: str = "packed", **request: Any
@@ -95,6 +98,40 @@ class Bench:
         """`sample` and `judge`."""
         seen = self.sample(prompts, tokens, **request)
         self.judge(layout=layout)
+        return seen
+
+    def sample_media(
+        self, prompts: list[Any], tokens: int, score_prompt: bool = True, cached: bool = False
+    ) -> dict[str, Any]:
+        """Sample prompts with media (`media.Part`); returns what `media_rollout.generate_media` says.
+
+        ``cached``: with what the towers gave for the prompts before, on both sides.
+        """
+        features = self.folder / ("unused.pt" if cached else "features.pt")
+        request = {"prompts": prompts, "max_tokens": tokens, "score_prompt": score_prompt, "cached": cached}
+        files = {"out": str(self.folder / "rollout.json"), "features": str(features)}
+        return self.sampler.call(do="generate_media", **request, **files)
+
+    def judge_media(
+        self, prompts: list[Any], control: str | None = None, towers: str = "engine", count: bool = True
+    ) -> Comparison:
+        """Recompute them in transformers, given the results of the engine's towers or by its own; add the comparison.
+
+        ``count``: False leaves the row's counts as they are.
+        """
+        rollout, trainer = self.folder / "rollout.json", self.folder / "trainer.json"
+        features = str(self.folder / "features.pt") if towers == "engine" else None
+        files = {"rollout": str(rollout), "out": str(trainer), "features": features}
+        self.trainer.call(do="recompute_media", prompts=prompts, control=control, **files)
+        outcome = compare(Record.read(rollout), Record.read(trainer))
+        if count:
+            self._add(outcome)
+        return outcome
+
+    def check_media(self, prompts: list[Any], tokens: int, **request: Any) -> dict[str, Any]:
+        """`sample_media` and `judge_media`."""
+        seen = self.sample_media(prompts, tokens, **request)
+        self.judge_media(prompts)
         return seen
 
     def update(self, seed: int, bucket: int = 0, backwards: bool = False) -> int:

@@ -21,6 +21,7 @@ _COMMON: dict[str, Any] = {
 }
 # Both sides, and in one row two engines, share the device.
 _GPU_MEMORY = 0.2
+_MEDIA_WORKER = "vllm_omni.hf_numerics.probe.matrix.media_worker.MediaWorkerExtension"
 _SIZES = [1, 2, 4, 8, 64]
 _CUDA = ("cuda",)
 
@@ -32,6 +33,13 @@ def _workers(method: str) -> dict[str, str]:
 
 def _graphs(mode: str, **compilation: Any) -> dict[str, Any]:
     return {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": _SIZES, **compilation}}
+
+
+def _media(name: str, step_tokens: int) -> Engine:
+    """Prompts come as text, with images, videos and audio."""
+    media = {"image": 2, "video": 1, "audio": 1}
+    arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": media, "worker_extension_cls": _MEDIA_WORKER}
+    return Engine(name, {**arguments, "max_num_batched_tokens": step_tokens, "max_num_seqs": 8}, checkpoint="media")
 
 
 def _cached(name: str, hf_numerics: bool) -> Engine:
@@ -52,6 +60,8 @@ _ALL = (
         environment=_workers("fork"),
     ),
     Engine("tied", {"max_num_batched_tokens": 33, "max_num_seqs": 8}, checkpoint="tied"),
+    _media("media", 512),
+    _media("media-chunked", 40),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
     Engine("piecewise", _graphs("PIECEWISE", custom_ops=["none"]), "graphs", devices=_CUDA),

@@ -26,7 +26,8 @@ class Engine:
         arguments: keyword arguments of ``vllm.LLM``.
         execution: "eager" or "graphs".
         environment: variables of its process, over the probe's own.
-        checkpoint: "plain", or "tied" (embedding and LM head one tensor, router weights in float32).
+        checkpoint: "plain", "tied" (embedding and LM head one tensor, router weights in float32), or "media" (with
+            the files of a processor).
         devices: where it can be built.
         hf_numerics: the mode.
     """

@@ -10,9 +10,18 @@ from typing import Any
 
 from vllm_omni.hf_numerics.probe import demo
 from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, Preset, text_weight_shapes
-from vllm_omni.hf_numerics.probe.matrix import batches, execution, lifecycle, refusals, sampler, sampling, trainer
+from vllm_omni.hf_numerics.probe.matrix import (
+    batches,
+    execution,
+    lifecycle,
+    multimodal,
+    refusals,
+    sampler,
+    sampling,
+    trainer,
+)
 from vllm_omni.hf_numerics.probe.matrix.bench import Bench
-from vllm_omni.hf_numerics.probe.matrix.checkpoints import tied_checkpoint
+from vllm_omni.hf_numerics.probe.matrix.checkpoints import media_checkpoint, tied_checkpoint
 from vllm_omni.hf_numerics.probe.matrix.engines import ENGINES, arguments_for
 from vllm_omni.hf_numerics.probe.matrix.rows import (
     CONTROL,
@@ -30,7 +39,14 @@ from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
 __all__ = ["ROWS", "MatrixSpec", "run", "verdict_of"]
 
 # Engines in the order of their first row: refusals first, they take seconds; compile caches last, they take minutes.
-ROWS: tuple[Row, ...] = (*refusals.ROWS, *batches.ROWS, *sampling.ROWS, *lifecycle.ROWS, *execution.ROWS)
+ROWS: tuple[Row, ...] = (
+    *refusals.ROWS,
+    *batches.ROWS,
+    *sampling.ROWS,
+    *lifecycle.ROWS,
+    *multimodal.ROWS,
+    *execution.ROWS,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class _Matrix:
 
     def _sides(self, engine: Engine) -> tuple[Any, Any]:
         """Specs of the engine and of the trainer that goes with it."""
-        preset = PRESETS["tiny"] if engine.checkpoint == "tied" else self.spec.preset
+        preset = self._preset(engine)
         arguments = {**arguments_for(engine, self.spec.device), **self.spec.engine}
         rollout, recompute = demo.sides(
             preset,
@@ -87,10 +103,15 @@ class _Matrix:
             arguments,
             engine.hf_numerics,
         )
-        if engine.checkpoint == "tied":
-            checkpoint = str(tied_checkpoint(Path(rollout.checkpoint), self.spec.seed))
-            return replace(rollout, checkpoint=checkpoint), replace(recompute, checkpoint=checkpoint)
-        return rollout, recompute
+        if engine.checkpoint == "plain":
+            return rollout, recompute
+        plain = Path(rollout.checkpoint)
+        made = tied_checkpoint(plain, self.spec.seed) if engine.checkpoint == "tied" else media_checkpoint(plain)
+        return replace(rollout, checkpoint=str(made)), replace(recompute, checkpoint=str(made))
+
+    def _preset(self, engine: Engine) -> Preset:
+        """Checkpoints of their own have weights in files."""
+        return self.spec.preset if engine.checkpoint == "plain" else PRESETS["tiny"]
 
     def _trainer(self, kind: str, spec: Any) -> Side:
         """The trainer of a checkpoint; one that died is started again."""
@@ -121,7 +142,7 @@ class _Matrix:
     def bench(self, engine: Engine) -> Iterator[Bench]:
         """Both sides of an engine, with equal weights."""
         trainer_spec = self._sides(engine)[1]
-        preset = PRESETS["tiny"] if engine.checkpoint == "tied" else self.spec.preset
+        preset = self._preset(engine)
         # The stock thinker repacks its experts on the CPU, and cannot be updated there.
         updatable = engine.hf_numerics or self.spec.device == "cuda"
         takes_updates = engine.checkpoint == "plain" and updatable and engine.name != refusals.ENGINE

@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
+from vllm_omni.hf_numerics.probe.matrix.media_rollout import generate_media
 from vllm_omni.hf_numerics.probe.records import TokenSequence
 from vllm_omni.hf_numerics.probe.rollout import Rollout, scored_sequence
 from vllm_omni.hf_numerics.probe.side import serve
@@ -110,6 +111,10 @@ class MatrixRollout(Rollout):
                     done[order[output.request_id]] = output
             step += 1
         return [done[request] for request in range(len(prompts))], step
+
+    def generate_media(self, **request: Any) -> dict[str, Any]:
+        """Prompts with images, videos and audio; see `media_rollout.generate_media`."""
+        return generate_media(self, **request)
 
     def _preemptions(self) -> int:
         return sum(metric.value for metric in self.engine.get_metrics() if metric.name == "vllm:num_preemptions")

@@ -3,11 +3,15 @@
 
 import base64
 import pickle
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from vllm_omni.hf_numerics.probe.recompute import Trainer, draw_weights
+from vllm_omni.hf_numerics.probe.matrix.media_trainer import recompute_media
+from vllm_omni.hf_numerics.probe.recompute import Trainer, draw_weights, set_numerics
+from vllm_omni.hf_numerics.probe.records import Record
 from vllm_omni.hf_numerics.probe.side import serve
 from vllm_omni.hf_numerics.probe.weights import transformers_checksums
 
@@ -23,6 +27,24 @@ class MatrixTrainer(Trainer):
         """Change the text weights to those of another seed, as an optimiser's step would."""
         draw_weights(self.model, seed)
         self.checksums = transformers_checksums(self.model)
+        return {}
+
+    def recompute_media(
+        self, prompts: list[Any], rollout: str, out: str, features: str | None, control: str | None
+    ) -> dict[str, Any]:
+        """Teacher-force prompts with images, videos and audio; see `media_trainer.recompute_media`."""
+        source = Record.read(Path(rollout))
+        with set_numerics(self.model, "aligned"), torch.no_grad():
+            sequences = recompute_media(
+                self.model,
+                self.spec.checkpoint,
+                prompts,
+                source.sequences,
+                features,
+                self.model_runner(source),
+                control,
+            )
+        self.write(source, sequences, f"transformers aligned, {control or 'media'}", out)
         return {}
 
     def share(self) -> str:
