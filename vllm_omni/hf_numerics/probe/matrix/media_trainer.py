@@ -62,13 +62,11 @@ def _inputs(processor: Any, parts: Sequence[Part], device: str, dtype: torch.dty
     batch = processor(
         text=text_of(parts), images=media[IMAGE], videos=media[VIDEO], audio=media[AUDIO], return_tensors="pt"
     )
-    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-    del moved["attention_mask"]
-    return {
-        name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and name != "video_second_per_grid"
-        else x
-        for name, x in moved.items()
-    }  # fmt: skip
+    del batch["attention_mask"]  # of the prompt alone
+    batch = batch.to(device)
+    # Pixels and audio features take the weights' dtype; seconds of a video's frames are no input of a tower.
+    towers = ("pixel_values", "pixel_values_videos", "input_features")
+    return {name: x.to(dtype) if name in towers else x for name, x in batch.items()}
 
 
 def recompute_media(
