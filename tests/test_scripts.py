@@ -88,7 +88,7 @@ def test_fsdp2_asks_for_two_shards_and_a_control(run):
     assert records[0].side == "rollout" and records[0].execution == "graphs"
     assert [call[1:] for call in calls if call[0] == "compare"] == [
         ["rollout.json", "control.json", "--json", "control-outcome.json"],
-        ["rollout.json", "sharded.json", "--json", "fsdp2-h200x2.json"],
+        ["rollout.json", "sharded.json", "--json", "fsdp2.json"],
     ]
 
 
@@ -101,3 +101,41 @@ def test_fsdp2_whose_control_agrees_proves_nothing(run):
 def test_fsdp2_stops_at_a_side_that_failed(run):
     done, calls = run("fsdp2.sh", "out", codes={"record trainer": 2})
     assert done.returncode == 2 and len(calls) == 2
+
+
+SANITIZER = """#!{python}
+import os, sys
+planted = sys.argv[-1].endswith("memcheck_fault.py")
+print("Invalid __global__ write" if planted and {sees} else "1 passed")
+sys.exit(9 if planted and {sees} else {code})
+"""
+
+
+@pytest.fixture
+def memcheck(tmp_path):
+    """``memcheck(sees, code)``: the script over a sanitizer that finds the planted fault or not, and ends the tests so."""
+
+    def script(sees, code):
+        stand_in = tmp_path / "sanitizer"
+        stand_in.write_text(SANITIZER.format(python=sys.executable, sees=sees, code=code))
+        stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+        command = ["bash", str(SCRIPTS / "memcheck.sh"), str(tmp_path / "out")]
+        environment = {**os.environ, "SANITIZER": str(stand_in)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    return script
+
+
+def test_memcheck_needs_the_planted_fault_and_no_other(memcheck):
+    done = memcheck(sees=True, code=0)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["planted fault: found", "1 passed", "passed"]
+
+
+def test_memcheck_that_is_blind_proves_nothing(memcheck):
+    done = memcheck(sees=False, code=0)
+    assert done.returncode == 2 and "the planted fault was not found" in done.stdout
+
+
+def test_memcheck_ends_with_one_where_a_kernel_fails(memcheck):
+    done = memcheck(sees=True, code=9)
+    assert done.returncode == 1 and "FAILED: exit code 9" in done.stdout

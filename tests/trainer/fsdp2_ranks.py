@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank of the FSDP2 test runs: an aligned thinker sharded over all ranks against the whole one."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
-from vllm_omni.hf_numerics.probe.sharded import shard
+from vllm_omni.hf_numerics.probe.sharded import join, shard
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 from vllm_omni.hf_numerics.trainer import align, token_logprobs
 
@@ -21,13 +20,9 @@ def _logprobs(model, ids: torch.Tensor) -> torch.Tensor:
 
 def run(rank: int, world: int, checkpoint: str, device_type: str, store: str) -> None:
     """Compare log-probs as bits and run a training step; raises where something differs."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(device_type, rank, world, store)
     try:
-        device = torch.device(device_type, rank if device_type == "cuda" else None)
+        device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
         generator = torch.Generator().manual_seed(rank)
         ids = torch.randint(0, 400, (1, 24 + rank), generator=generator).to(device)
         whole = Thinker.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)

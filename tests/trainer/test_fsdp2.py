@@ -38,6 +38,7 @@ def test_two_ranks_on_the_cpu(tmp_path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.cards_2)])
 def test_ranks_on_cuda(tmp_path, world):
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA devices; there are {torch.cuda.device_count()}")
+    """Two ranks share the GPU where there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     _run(tmp_path, world, "cuda")

@@ -191,7 +191,7 @@ class Trainer:
 
         self.spec = TrainerSpec.from_dict(spec)
         self.model = load_model(self.spec)
-        self.environment = {**describe(self.spec.device), "fsdp2_ranks": 1}
+        self.environment = {**describe(self.spec.device), "fsdp2_ranks": 1, "fsdp2_devices": 1}
         self.checksums = transformers_checksums(self.model)
 
     def recompute(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer side sharded with FSDP2 over several devices: every rank recomputes its share of a rollout.
+"""The trainer side sharded with FSDP2 over several ranks: every rank recomputes its share of a rollout.
+
+Each rank has a GPU of its own. Where there are fewer GPUs than ranks they share them, and gloo carries the shards in
+place of NCCL, which takes one rank a GPU: slow, and enough to compare bits.
 
 Runs as ``python -m vllm_omni.hf_numerics.probe.sharded JOB``; JOB is a JSON file (`ShardedJob`).
 """
@@ -22,7 +25,7 @@ from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequ
 from vllm_omni.hf_numerics.probe.side import dump_stacks_on_request
 from vllm_omni.hf_numerics.probe.weights import transformers_checksums
 
-__all__ = ["MODULE", "ShardedJob", "shard"]
+__all__ = ["MODULE", "ShardedJob", "join", "shard"]
 
 MODULE = "vllm_omni.hf_numerics.probe.sharded"
 
@@ -56,6 +59,26 @@ def shard(model: Any, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def join(kind: str, rank: int, ranks: int, store: str) -> int:
+    """Join the process group of all ranks, with this rank's device as the current one.
+
+    Args:
+        kind: "cuda" or "cpu".
+        rank, ranks: of this process, and how many there are.
+        store: file that the ranks meet at; it must not exist before.
+
+    Returns:
+        How many devices the ranks run on.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    devices = min(ranks, torch.cuda.device_count()) if kind == "cuda" else 1
+    if kind == "cuda":
+        torch.cuda.set_device(rank % devices)
+    backend = "nccl" if kind == "cuda" and devices == ranks else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    return devices
+
+
 def _share(sequences: list[TokenSequence], rank: int, ranks: int) -> list[TokenSequence]:
     """A rank's sequences; shares are filled to one length, because every forward is a collective."""
     longest = -(-len(sequences) // ranks)
@@ -66,11 +89,7 @@ def _share(sequences: list[TokenSequence], rank: int, ranks: int) -> list[TokenS
 def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
     dump_stacks_on_request()
     kind = job.trainer.device
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(store, job.ranks), rank=rank, world_size=job.ranks)
+    devices = join(kind, rank, job.ranks, store)
     try:
         source = Record.read(Path(job.rollout))
         model_runner = source.fingerprint.get("model_runner") or ("v2" if kind == "cuda" else "v1")
@@ -90,7 +109,7 @@ def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
                 semantics=RAW_SEMANTICS,
                 weights=job.weights,
                 weight_checksums=checksums,
-                environment={**describe(kind), "fsdp2_ranks": job.ranks},
+                environment={**describe(kind), "fsdp2_ranks": job.ranks, "fsdp2_devices": devices},
             ).write(Path(job.out))
     finally:
         dist.destroy_process_group()

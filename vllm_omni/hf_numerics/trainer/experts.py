@@ -65,7 +65,13 @@ class _Experts(torch.autograd.Function):
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts forward of the interface: hidden_states ``[T, H]``, top_k_index and top_k_weights ``[T, k]``."""
+    """Experts forward of the interface: hidden_states ``[T, H]``, top_k_index and top_k_weights ``[T, k]``.
+
+    On CUDA ids outside [0, E), of replayed routes say, stop the device with a message; the check waits for nothing.
+    """
+    if top_k_index.is_cuda:
+        inside = (top_k_index == top_k_index.clamp(0, self.num_experts - 1)).all()
+        torch._assert_async(inside, f"needed expert ids in [0, {self.num_experts})")
     return _Experts.apply(self, hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index)
 
 
