@@ -113,7 +113,7 @@ sys.exit(9 if planted and {sees} else {code})
 
 @pytest.fixture
 def memcheck(tmp_path):
-    """``memcheck(sees, code)``: the script over a sanitizer that finds the planted fault or not, and ends the tests so."""
+    """``memcheck(sees, code)``: the script over a sanitizer that finds the planted fault or not; code: of the tests."""
 
     def script(sees, code):
         stand_in = tmp_path / "sanitizer"
