@@ -8,6 +8,7 @@
 # Records, logs and fsdp2.json, the outcome of `compare`, go to FOLDER. Every step writes its log there from its
 # first second on and is given up after LIMIT seconds (240), with the stacks of its threads at the end of that log.
 # Exit code 0: the sharded trainer is exact and the control is not. DEVICE=cpu PRESET=tiny tries the script on a CPU.
+# ENGINE: more arguments of the engine, as JSON.
 set -euo pipefail
 
 if [ $# -lt 1 ]; then
@@ -26,7 +27,7 @@ say() { echo "$(date -u +%H:%M:%S) $*"; }
 
 say "rollout, one GPU, ${EXECUTION:-graphs}"
 hf-numerics record rollout "${sides[@]}" --log-dir "$out/rollout" --out "$out/rollout.json" \
-  --requests 8 --tokens "${TOKENS:-250}" --execution "${EXECUTION:-graphs}"
+  --requests 8 --tokens "${TOKENS:-250}" --execution "${EXECUTION:-graphs}" --engine "${ENGINE:-{\}}"
 
 say "trainer, FSDP2 over two ranks"
 hf-numerics record trainer "${sides[@]}" --log-dir "$out/sharded" --out "$out/sharded.json" \

@@ -25,18 +25,24 @@ from typing import Any
 
 ENTRIES = ("omni", "async-omni", "serve")
 REQUESTS, TOKENS, SEED = 6, 48, 0
+MEMORY = "    gpu_memory_utilization: 0.2\n    kv_cache_memory_bytes: 2000000000\n"
 SAMPLING = {"max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
 
 
 def deploy_file(folder: Path) -> Path:
-    """The shipped file with the absolute path of the one that it is built on: this checkout may be linked in."""
+    """The shipped file with the absolute path of the one that it is built on, since this checkout may be linked in, and
+    with the little memory that a small thinker needs.
+    """
     import vllm_omni
     from vllm_omni.hf_numerics.probe.deploy_command import FOLDER
 
     [upstream] = [path for path in vllm_omni.__path__ if (Path(path) / "deploy" / "qwen3_omni_moe.yaml").exists()]
     text = (FOLDER / "qwen3_omni_thinker_rl.yaml").read_text(encoding="utf-8")
     target = folder / "deploy.yaml"
-    target.write_text(text.replace("../../deploy/", f"{upstream}/deploy/"), encoding="utf-8")
+    text = text.replace("../../deploy/", f"{upstream}/deploy/").replace(
+        "  - stage_id: 0\n", f"  - stage_id: 0\n{MEMORY}"
+    )
+    target.write_text(text, encoding="utf-8")
     return target
 
 

@@ -25,6 +25,7 @@ def test_deploy_file_is_the_shipped_one_wherever_the_package_lies(staged, tmp_pa
 
     stage = load_deploy_config(staged.deploy_file(tmp_path)).stages[0]
     assert stage.engine_extras["additional_config"] == {"hf_numerics": True}
+    assert stage.gpu_memory_utilization == 0.2
     assert stage.default_sampling_params["temperature"] == 1.0
 
 
