@@ -205,11 +205,14 @@ def main() -> int:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before vLLM is imported
     from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, write_checkpoint
     from vllm_omni.hf_numerics.probe.environment import describe
+    from vllm_omni.hf_numerics.probe.matrix.checkpoints import media_checkpoint
     from vllm_omni.hf_numerics.probe.recompute import TrainerSpec, load_model
 
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint, deploy = write_checkpoint(PRESETS["tiny"], folder / "cache", SEED, "bfloat16"), deploy_file(folder)
+    plain = write_checkpoint(PRESETS["small"], folder / "cache", SEED, "bfloat16")
+    # Stages start with a profile of images, videos and audio, also where requests hold none.
+    checkpoint, deploy = media_checkpoint(plain), deploy_file(folder)
     found = {
         entry: _run_entry(entry, checkpoint, deploy, folder, arguments.limit)
         for entry in (*arguments.entries, "serve-off")

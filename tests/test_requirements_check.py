@@ -43,6 +43,7 @@ REFUSED = [
     ("rope_parameters", {**ROPE, "mrope_interleaved": False}, "mrope_interleaved=true", "got false"),
     ("dual_chunk_attention", True, "plain attention", "dual_chunk_attention_config"),
     ("sliding_window", 4096, "full attention", "sliding_window=4096"),
+    ("head_dim", 64, "head_dim 128 on CUDA", "got 64"),
     ("hidden_act", "gelu", "hidden_act 'silu'", "'gelu'"),
     ("num_experts", 0, "experts in every decoder layer", "num_experts=0"),
     ("decoder_sparse_step", 2, "experts in every decoder layer", "decoder_sparse_step=2"),
@@ -72,6 +73,7 @@ REMEDY = {
     "dual_chunk_attention": "remove it from the config",
     "sliding_window": "remove it from the config",
     "tied": "set both in the checkpoint's config",
+    "head_dim": "use a checkpoint with such heads",
     "versions": "HF_NUMERICS_ALLOW_UNTESTED=1",
     "native_mode": "uninstall vllm-omni-hf-numerics",
 }
@@ -233,12 +235,20 @@ def test_facts_of_a_real_configuration(tiny_vllm_config):
     assert facts.rope_parameters["rope_type"] == "default"
     assert facts.rope_parameters["mrope_section"] == [6, 5, 5] and facts.rope_parameters["mrope_interleaved"] is True
     assert (facts.num_experts, facts.hidden_act, facts.native_mode) == (16, "silu", None)
+    assert facts.head_dim == 32  # narrow heads are the CPU's: see `head_dim_refusal`
     differing = {
         field.name
         for field in dataclasses.fields(EngineFacts)
         if getattr(facts, field.name) != getattr(FACTS, field.name)
     }
-    assert differing == {"platform", "batch_invariant", "rope_parameters", "num_experts", "versions"}
+    assert differing == {
+        "platform",
+        "batch_invariant",
+        "rope_parameters",
+        "num_experts",
+        "versions",
+        "head_dim",
+    }
     assert checks.refusals(dataclasses.replace(facts, versions=TESTED_VERSIONS)) == []
 
 

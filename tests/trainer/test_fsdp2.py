@@ -19,7 +19,7 @@ LAUNCH = (
 
 
 def _run(tmp_path: Path, world: int, device: str) -> None:
-    checkpoint = write_checkpoint(PRESETS["tiny"], tmp_path, 0, "bfloat16")
+    checkpoint = write_checkpoint(PRESETS["tiny" if device == "cpu" else "small"], tmp_path, 0, "bfloat16")
     store = tmp_path / "store"
     code = LAUNCH.format(here=str(HERE), world=world, checkpoint=str(checkpoint), device=device, store=str(store))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

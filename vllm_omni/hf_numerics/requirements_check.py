@@ -15,16 +15,20 @@ from typing import Any
 from vllm_omni.hf_numerics import versions
 
 __all__ = [
+    "CUDA_HEAD_DIM",
     "EngineFacts",
     "HFNumericsRefusal",
     "check",
     "check_attention_backend",
     "check_moe_backend",
+    "head_dim_refusal",
     "native_mode",
     "refusals",
     "warnings",
 ]
 
+# Of every released thinker, and the one head size at which CUDA's attention is exact; see `head_dim_refusal`.
+CUDA_HEAD_DIM = 128
 _PLATFORMS = ("cuda", "cpu")
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -58,6 +62,7 @@ class EngineFacts:
     )
     dual_chunk_attention: bool = False
     sliding_window: int | None = None
+    head_dim: int = 128
     hidden_act: str = "silu"
     num_experts: int = 128
     decoder_sparse_step: int = 1
@@ -97,6 +102,7 @@ class EngineFacts:
             rope_parameters=dict(text.rope_parameters or {}),
             dual_chunk_attention=getattr(text, "dual_chunk_attention_config", None) is not None,
             sliding_window=vllm_config.cache_config.sliding_window,
+            head_dim=model.get_head_size(),
             hidden_act=text.hidden_act,
             num_experts=text.num_experts,
             decoder_sparse_step=text.decoder_sparse_step,
@@ -179,8 +185,24 @@ def _feature_refusals(facts: EngineFacts) -> list[str]:
     return found
 
 
+def head_dim_refusal(head_dim: int) -> str | None:
+    """Why heads of that width cannot be exact on CUDA, or None.
+
+    FlashAttention 3 picks the keys that it reads at once by head size, causality and paging, and takes a decode for not
+    causal, except at 128: elsewhere a decode rescales its sum after other keys than a prefill does.
+    """
+    if head_dim == CUDA_HEAD_DIM:
+        return None
+    return (
+        f"needed head_dim {CUDA_HEAD_DIM} on CUDA; got {head_dim}; use a checkpoint with such heads: at other sizes "
+        "FlashAttention 3 sums a decode in another order than a prefill"
+    )
+
+
 def _model_refusals(facts: EngineFacts) -> list[str]:
     found = []
+    if facts.platform != "cpu" and (reason := head_dim_refusal(facts.head_dim)) is not None:
+        found.append(reason)
     if facts.hidden_act != "silu":
         found.append(f"needed hidden_act 'silu'; got {facts.hidden_act!r}; the experts' kernel computes SiLU alone")
     if facts.num_experts < 1 or facts.decoder_sparse_step != 1 or facts.mlp_only_layers:

@@ -2,8 +2,9 @@
 """Random Qwen3-Omni checkpoints that the probe makes itself: nothing is downloaded.
 
 ``tiny`` is a few MB with everything that the mode touches: experts, q/k norm, interleaved M-RoPE, deepstack levels.
+``small`` is the same with heads of 128, which the mode needs on CUDA (`requirements_check.CUDA_HEAD_DIM`).
 ``real`` has the thinker's layer sizes; its towers stay small, because text goes past them. Weights are written by
-transformers for ``tiny``. For ``real`` only the config is written, and both sides draw the same weights on their own
+transformers for these. For ``real`` only the config is written, and both sides draw the same weights on their own
 device from a seed and each parameter's name (`seeded_weights`): 57 GB need not go through a disk.
 """
 
@@ -57,6 +58,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(3, 64, 4, 2, 32, 16, 4, 32, 512, (6, 5, 5), "file"),
+    "small": Preset(3, 64, 4, 2, 128, 16, 4, 32, 512, (24, 20, 20), "file"),
     "real": Preset(48, 2048, 32, 4, 128, 128, 8, 768, 152064, (24, 20, 20), "seeded"),
 }
 

@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _end_on_sigterm()
         options.check_targets(arguments)
+        options.resolve_preset(arguments)
         return arguments.run(arguments)
     except (options.UsageError, RecordError, SideError, OSError) as error:
         print(f"hf-numerics {arguments.command}: {error}", file=sys.stderr)

@@ -25,6 +25,7 @@ __all__ = [
     "positive",
     "recorded_command",
     "resolve_device",
+    "resolve_preset",
     "write_json",
 ]
 
@@ -54,9 +55,23 @@ def _cache_folder() -> Path:
 def add_preset(parser: argparse.ArgumentParser) -> None:
     """--preset and --cache: a random checkpoint of the probe's own."""
     parser.add_argument(
-        "--preset", choices=("tiny", "real"), default="tiny", help="layer sizes; real: the thinker's own"
+        "--preset",
+        choices=("auto", "tiny", "small", "real"),
+        default="auto",
+        help="layer sizes; auto: tiny on the CPU, small on CUDA; real: the thinker's own",
     )
     parser.add_argument("--cache", type=Path, default=_cache_folder(), help="where checkpoints are kept")
+
+
+def resolve_preset(arguments: argparse.Namespace) -> None:
+    """Set ``preset`` "auto" to the small preset of the device, in place; commands without a preset stay as they are.
+
+    Raises:
+        UsageError: see `resolve_device`.
+    """
+    if getattr(arguments, "preset", None) == "auto":
+        device = resolve_device(getattr(arguments, "device", "auto"))
+        arguments.preset = {"cpu": "tiny", "cuda": "small"}[device]
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (register
 from vllm_omni.hf_numerics.ops import proof
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import reference as cos_sin
+from vllm_omni.hf_numerics.requirements_check import head_dim_refusal
 from vllm_omni.hf_numerics.trainer.alignment import Alignment
 from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME, register_experts
@@ -59,6 +60,16 @@ def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
     return cos.view(batch, length, -1), sin.view(batch, length, -1)
 
 
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _prepare_cuda(handle: Alignment, text: Any) -> None:
+    if (reason := head_dim_refusal(_head_dim(text.config))) is not None:
+        raise ValueError(reason)
+    handle.hold_overrides()
+
+
 def _with_layout(
     handle: Alignment, text_model: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
@@ -68,8 +79,8 @@ def _with_layout(
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
     weights = text_model.embed_tokens.weight.dtype
     if tokens.device.type == "cuda":
-        # Here and not in align: the model may have been moved, or sharded with offload.
-        handle.hold_overrides()
+        # Not in align alone: the model may have been moved, or sharded with offload.
+        _prepare_cuda(handle, text_model)
         proof.prove_tiles(text_model.config, weights, tokens.device)
     if torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type) != weights:
         raise ValueError(
@@ -109,8 +120,7 @@ def _set_implementations(handle: Alignment, text: Any) -> None:
 def _exact_rotary(handle: Alignment, rotary: Any) -> None:
     """Elementwise angles; and the CPU's frequencies where the buffer holds others (built on a GPU, or cast)."""
     config = rotary.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    exact = default_inv_freq(head_dim, config.rope_parameters["rope_theta"])
+    exact = default_inv_freq(_head_dim(config), config.rope_parameters["rope_theta"])
     handle.set(rotary, _EXACT_INV_FREQ, exact)
     held = rotary.inv_freq
     if held.device.type != "meta" and (held.dtype != exact.dtype or not torch.equal(held, exact.to(held.device))):
@@ -127,7 +137,7 @@ def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
         )
     handle.set(thinker, _HANDLE, handle)
     if thinker.lm_head.weight.device.type == "cuda":
-        handle.hold_overrides()
+        _prepare_cuda(handle, text)
     register_attention()
     register_experts()
     _set_implementations(handle, text)
@@ -165,9 +175,10 @@ def align(model: nn.Module, fused: bool = True) -> Alignment:
 
     Raises:
         TypeError: another model.
-        ValueError: a model with LoRA adapters, or one that is aligned already with another ``fused``.
-        RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1`` (for a model that is
-            moved there later, at its first forward).
+        ValueError: a model with LoRA adapters, one that is aligned already with another ``fused``, or heads other
+            than 128 wide on CUDA.
+        RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1``. What CUDA needs is
+            checked at the first forward for a model that is moved there later.
     """
     thinker = _thinker_of(model)
     handle = vars(thinker).get(_HANDLE)

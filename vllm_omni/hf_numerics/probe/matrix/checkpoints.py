@@ -19,7 +19,7 @@ def tied_checkpoint(plain: Path, seed: int) -> Path:
     """Write it beside the plain checkpoint that it is made from, unless it is there; returns its folder.
 
     Args:
-        plain: a checkpoint with weights in files (the "tiny" preset).
+        plain: a checkpoint with weights in files (the "tiny" and "small" presets).
         seed: of the router's weights, which are drawn anew in float32 so that loading has something to round.
     """
     from safetensors.torch import load_file, save_file

@@ -72,6 +72,7 @@ _CASES: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "needed rope_type 'default'; got 'yarn'",
         _BOTH,
     ),
+    "head-dim": ("heads of 64 on CUDA", _text(head_dim=64), "needed head_dim 128 on CUDA; got 64", _CUDA),
     "hidden-act": ("another activation", _text(hidden_act="gelu"), "needed hidden_act 'silu'; got 'gelu'", _BOTH),
     "dense-layer": (
         "a dense decoder layer",

@@ -111,7 +111,9 @@ class _Matrix:
 
     def _preset(self, engine: Engine) -> Preset:
         """Checkpoints of their own have weights in files."""
-        return self.spec.preset if engine.checkpoint == "plain" else PRESETS["tiny"]
+        if engine.checkpoint == "plain":
+            return self.spec.preset
+        return PRESETS["tiny" if self.spec.device == "cpu" else "small"]
 
     def _trainer(self, kind: str, spec: Any) -> Side:
         """The trainer of a checkpoint; one that died is started again."""
