@@ -5,7 +5,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ __all__ = ["DemoSpec", "Row", "preset", "prompts", "run", "sides", "summary", "t
 
 @dataclass(frozen=True)
 class DemoSpec:
-    """What to run. ``cache`` holds checkpoints and may be deleted at any time."""
+    """What to run. ``cache`` holds checkpoints and may be deleted at any time; ``engine``: more keyword arguments of
+    ``vllm.LLM``, which win.
+    """
 
     preset: Preset
     preset_name: str
@@ -33,6 +35,7 @@ class DemoSpec:
     device: str
     execution: str
     cache: Path
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ def run(spec: DemoSpec, say: Callable[[str], Any], folder: Path) -> list[Row]:
     engine = {
         "max_model_len": -(-(max(map(len, requests)) + spec.tokens + 1) // 64) * 64,
         "max_num_batched_tokens": 128,  # less than the prompts together: prefills are chunked
+        **spec.engine,
     }
     sampler, trainer = sides(spec.preset, spec.cache, spec.seed, spec.dtype, spec.device, spec.execution, engine)
     environment = environment_for(spec.device)

@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     options.add_seed(parser)
     options.add_device(parser)
+    options.add_engine(parser)
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; -: to standard output, table to stderr"
     )
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
                 device=device,
                 execution=execution,
                 cache=arguments.cache,
+                engine=arguments.engine,
             )
             keep = arguments.keep / f"{spec.preset.layers}-{execution}" if arguments.keep else None
             with render.steps(console) as say:

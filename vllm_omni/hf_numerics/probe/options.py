@@ -15,6 +15,7 @@ __all__ = [
     "UNUSABLE",
     "UsageError",
     "add_device",
+    "add_engine",
     "add_logs",
     "add_model",
     "add_preset",
@@ -98,6 +99,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     add_seed(parser)
     add_device(parser)
+    add_engine(parser)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """--engine."""
     parser.add_argument(
         "--engine", type=json_object, default={}, metavar="JSON", help="more keyword arguments of vllm.LLM, as JSON"
     )
