@@ -26,7 +26,12 @@ def add_parser(commands: Any) -> None:
     )
     options.add_model(parser)
     options.add_logs(parser)
-    parser.add_argument("--record", type=Path, metavar="FILE", help="take the tokens of this record; random without")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="take the tokens of this record, which must be of the thinker that runs; random without",
+    )
     parser.add_argument("--request", type=int, default=0, help="which request of the record")
     parser.add_argument("--off", action="store_true", help="run the rollout with the mode off")
     parser.add_argument(
@@ -47,19 +52,47 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, execution="eager")
 
 
-def _tokens(arguments: argparse.Namespace) -> list[int]:
+def _tokens(arguments: argparse.Namespace, record: Any) -> list[int]:
     from vllm_omni.hf_numerics.probe import demo
-    from vllm_omni.hf_numerics.probe.records import Record
 
-    if arguments.record is None:
+    if record is None:
         if arguments.model is not None:
             raise options.UsageError("needed --record FILE beside --model; got none; random token ids need a preset")
         return demo.prompts(demo.preset(arguments.preset, None).vocabulary, 1, arguments.seed)[0]
-    sequences = Record.read(arguments.record).sequences
+    sequences = record.sequences
     if not 0 <= arguments.request < len(sequences):
         raise options.UsageError(f"needed --request below {len(sequences)}; got {arguments.request}")
     sequence = sequences[arguments.request]
     return sequence.prompt_token_ids + sequence.token_ids
+
+
+def _check_weights(arguments: argparse.Namespace, record: Any, checkpoint: str, weights: str) -> None:
+    """A preset's thinker runs: the record has to be of it, because only tokens are taken from a record.
+
+    Args:
+        arguments: parsed options, without ``--model``.
+        record: what ``--record`` names.
+        checkpoint: folder of the preset's checkpoint, named after its content.
+        weights: what `record` calls the thinker.
+
+    Raises:
+        options.UsageError: the record's weights have another name, or its tokens are not in the vocabulary.
+    """
+    from vllm_omni.hf_numerics.probe import demo
+
+    of_gate = f"{Path(checkpoint).name} seed {arguments.seed}"
+    if record.weights not in (weights, of_gate):
+        raise options.UsageError(
+            f"needed a record of {weights!r}, the thinker that runs without --model; got one of {record.weights!r}; "
+            "name its checkpoint with --model, or its --preset, --layers and --seed"
+        )
+    vocabulary = demo.preset(arguments.preset, arguments.layers).vocabulary
+    largest = max((token for s in record.sequences for token in (*s.prompt_token_ids, *s.token_ids)), default=0)
+    if largest >= vocabulary:
+        raise options.UsageError(
+            f"needed token ids below {vocabulary}, the vocabulary of {weights!r}; got {largest}; name the record's "
+            "checkpoint with --model"
+        )
 
 
 def _faults(arguments: argparse.Namespace, rows: int) -> list[Any]:
@@ -79,9 +112,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from vllm_omni.hf_numerics.probe import locate, recompute, render, rollout
     from vllm_omni.hf_numerics.probe.record_command import build_sides
+    from vllm_omni.hf_numerics.probe.records import Record
     from vllm_omni.hf_numerics.probe.side import Side, environment_for, working_folder
 
-    tokens = _tokens(arguments)
+    record = None if arguments.record is None else Record.read(arguments.record)
+    tokens = _tokens(arguments, record)
     faults = _faults(arguments, len(tokens))
     console = Console(stderr=arguments.json == "-")
     # Every prompt of a capture fits one step: the sequence, and three neighbours a little longer.
@@ -91,7 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if options.resolve_device(arguments.device) == "cuda":
         engine["gpu_memory_utilization"] = 0.45  # both sides share the device
-    sampler, trainer, device, _ = build_sides(arguments, engine)
+    sampler, trainer, device, weights = build_sides(arguments, engine)
+    if record is not None and arguments.model is None:
+        _check_weights(arguments, record, sampler.checkpoint, weights)
     environment = environment_for(device)
     with (
         working_folder(arguments.log_dir) as logs,
