@@ -18,13 +18,13 @@ import torch
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_checkpoint(seed=0, dtype="bfloat16", layers=3)``: folder of a checkpoint, written once a session."""
+    """``tiny_checkpoint(seed=0, dtype="bfloat16", layers=3, preset="tiny")``: folder of a checkpoint, written once."""
     from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, write_checkpoint
 
     folder = tmp_path_factory.mktemp("checkpoints")
 
-    def write(seed: int = 0, dtype: str = "bfloat16", layers: int = PRESETS["tiny"].layers) -> Path:
-        return write_checkpoint(dataclasses.replace(PRESETS["tiny"], layers=layers), folder, seed, dtype)
+    def write(seed: int = 0, dtype: str = "bfloat16", layers: int = 3, preset: str = "tiny") -> Path:
+        return write_checkpoint(dataclasses.replace(PRESETS[preset], layers=layers), folder, seed, dtype)
 
     return write
 
@@ -74,12 +74,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def transformers_thinker(tiny_checkpoint: Callable[..., Path], one_thread: None) -> Callable[..., Any]:
-    """``transformers_thinker(seed=0, dtype="bfloat16", layers=3)``: a new thinker with the checkpoint's weights."""
+    """``transformers_thinker(seed=0, dtype="bfloat16", layers=3, preset="tiny")``: a new one of the checkpoint."""
 
-    def load(seed: int = 0, dtype: str = "bfloat16", layers: int = 3) -> Any:
+    def load(seed: int = 0, dtype: str = "bfloat16", layers: int = 3, preset: str = "tiny") -> Any:
         from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
-        return Thinker.from_pretrained(tiny_checkpoint(seed, dtype, layers), dtype=getattr(torch, dtype)).eval()
+        checkpoint = tiny_checkpoint(seed, dtype, layers, preset)
+        return Thinker.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
 
     return load
 

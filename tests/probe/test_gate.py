@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.hf_numerics.probe import composition, demo, gate, options
+from vllm_omni.hf_numerics.probe.cli import build_parser
 from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence
 from vllm_omni.hf_numerics.probe.side import SideError
 
@@ -17,8 +18,10 @@ class StandIn:
     script: dict = {}
     asked: list = []
 
-    def __init__(self, module, spec, environment, log):
-        self.module = module
+    limits: list[float | None] = []
+
+    def __init__(self, module, spec, environment, log, limit):
+        StandIn.limits.append(limit)
 
     def __enter__(self):
         return self
@@ -49,6 +52,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(gate, "Side", StandIn)
     monkeypatch.setattr(StandIn, "asked", [])
     monkeypatch.setattr(StandIn, "script", {})
+    monkeypatch.setattr(StandIn, "limits", [])
 
 
 @pytest.fixture
@@ -114,6 +118,13 @@ def test_time_ends_a_run_that_passed(spec):
 def test_no_time_is_not_a_pass(spec):
     result = gate.run(spec(target=None, minutes=0.0), lambda compared: None)
     assert result.rounds == 0 and not result.passed
+
+
+def test_both_sides_have_the_limit(spec):
+    """Without one, an engine that hangs would hold the gate for ever."""
+    gate.run(spec(target=1, limit=7.0), lambda compared: None)
+    assert StandIn.limits == [7.0, 7.0]
+    assert build_parser().parse_args(["gate"]).limit == 600
 
 
 def test_target_ends_a_run(spec):

@@ -292,7 +292,7 @@ def test_forward_of_an_aligned_model_under_autograd(transformers_thinker, device
 
     if not envs.VLLM_BATCH_INVARIANT:
         pytest.skip("an aligned model on CUDA needs VLLM_BATCH_INVARIANT=1")
-    model = transformers_thinker().to(device)
+    model = transformers_thinker(preset="small").to(device)
     ids = torch.randint(480, (2, 24), generator=torch.Generator().manual_seed(5)).to(device)
     with align(model):
         with torch.no_grad():

@@ -68,8 +68,8 @@ _DEEPSTACK_LEVELS = [0, 1, 2]  # of the vision tower, hence three deepstack leve
 _HEAD_GAIN = 4.0
 # Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
 _NORM_SPREAD = 0.1
-# Counts changes of the tokenizer that is written beside the weights.
-_TOKENIZER = 1
+# Counts changes of what is written beside the weights: the tokenizer, the talker's part of the config.
+_FILES = 2
 
 
 def _text_config(preset: Preset) -> dict[str, Any]:
@@ -195,6 +195,8 @@ def _model_config(preset: Preset, dtype: str) -> Any:
 
     config = Qwen3OmniMoeConfig(thinker_config=thinker_config(preset), enable_audio_output=False)
     config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
+    # A staged thinker hands this layer's input to the talker, and vLLM-Omni fails where there is no such layer.
+    config.talker_config.accept_hidden_layer = preset.layers // 2
     config.dtype = dtype
     return config
 
@@ -213,7 +215,7 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     identity = json.dumps(
-        [asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _TOKENIZER], sort_keys=True
+        [asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _FILES], sort_keys=True
     )
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():

@@ -37,6 +37,7 @@ class GateSpec:
         minutes: after which no further round begins; None: no limit.
         soak: rounds of random composition (`composition.compose`) in place of uniform ones.
         first_round: number of the first round.
+        limit: seconds after which an answer of a side counts as missing, and the run ends; None: never.
     """
 
     rollout: rollout.RolloutSpec
@@ -50,6 +51,7 @@ class GateSpec:
     minutes: float | None = None
     soak: bool = False
     first_round: int = 0
+    limit: float | None = None
 
 
 @dataclass
@@ -170,8 +172,10 @@ def run(spec: GateSpec, progress: Callable[[int], Any], keep: Path | None = None
         files = {side: folder / f"{side}.json" for side in ("rollout", "trainer")}
         try:
             with (
-                Side(module, asdict(spec.rollout), environment, folder / "rollout.log") as sampler,
-                Side(recompute.MODULE, asdict(spec.trainer), environment, folder / "trainer.log") as trainer,
+                Side(module, asdict(spec.rollout), environment, folder / "rollout.log", spec.limit) as sampler,
+                Side(
+                    recompute.MODULE, asdict(spec.trainer), environment, folder / "trainer.log", spec.limit
+                ) as trainer,
             ):
                 while _goes_on(spec, result, started):
                     _run_round(spec, result, sampler, trainer, files)

@@ -47,6 +47,9 @@ def add_parser(commands: Any) -> None:
         "--first-round", type=int, default=0, metavar="N", help="begin with this round of the seed: resume or replay"
     )
     parser.add_argument("--execution", choices=("eager", "graphs"), default="eager", help="how the engine runs")
+    parser.add_argument(
+        "--limit", type=float, default=600, metavar="S", help="seconds for a side to start, or for its part of a round"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the last round's records and the logs here")
     parser.set_defaults(run=run, off=False)
@@ -91,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         minutes=arguments.minutes,
         soak=arguments.soak,
         first_round=arguments.first_round,
+        limit=arguments.limit,
     )
     console = Console(stderr=arguments.json == "-")
     console.print(f"seed {spec.seed}, from round {spec.first_round}", highlight=False)

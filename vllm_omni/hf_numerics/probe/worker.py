@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from vllm_omni.hf_numerics.probe.side import dump_stacks_on_request
+
 __all__ = ["ProbeWorkerExtension", "thinker_of"]
 
 
@@ -24,7 +26,11 @@ class ProbeWorkerExtension:
     vllm_config: Any
 
     def hf_numerics_fingerprint(self) -> dict[str, Any]:
-        """What this worker runs; ``{"mode": "off"}`` and the thinker's class where the stock thinker was built."""
+        """What this worker runs; ``{"mode": "off"}`` and the thinker's class where the stock thinker was built.
+
+        Called at every start: from now on the worker's stacks, too, can be asked for when an answer does not come.
+        """
+        dump_stacks_on_request()
         thinker = thinker_of(self.get_model())
         fingerprint = getattr(thinker, "hf_numerics_fingerprint", None)
         if fingerprint is None:

@@ -26,9 +26,8 @@ _SIZES = [1, 2, 4, 8, 64]
 _CUDA = ("cuda",)
 
 
-def _workers(method: str) -> dict[str, str]:
-    """The engine and its worker in a process of their own, started like this."""
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": method}
+# The engine and its worker in a process of their own.
+_SPAWNED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 def _graphs(mode: str, **compilation: Any) -> dict[str, Any]:
@@ -52,12 +51,11 @@ _ALL = (
     Engine(
         "tight",
         {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 14, "max_model_len": 384, "max_num_seqs": 16},
-        environment=_workers("spawn"),
+        environment=_SPAWNED,
     ),
     Engine(
         "serial",
         {"max_num_seqs": 1, "async_scheduling": False, "logprobs_mode": "processed_logprobs"},
-        environment=_workers("fork"),
     ),
     Engine("tied", {"max_num_batched_tokens": 33, "max_num_seqs": 8}, checkpoint="tied"),
     _media("media", 512),
