@@ -78,6 +78,15 @@ def test_commands_in_the_docs_are_those_of_the_results():
     assert all(f"$ {command}\n" in text for command in commands)
 
 
+def test_sharded_trainer_is_the_result_file():
+    result = _result("fsdp2-h200.json")
+    environment = result["right"]["environment"]
+    assert result["verdict"] == "equal" and (environment["fsdp2_ranks"], environment["fsdp2_devices"]) == (2, 1)
+    page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    assert f"{result['differing']} of {result['compared']} log-probs differ" in page
+    assert environment["plugin_commit"] in page and environment["date"][:10] in page
+
+
 def test_locate_on_a_gpu_named_every_fault():
     result = _result("locate-h200.json")
     assert result["first"] is None and all(point["differing"] == 0 for point in result["points"])

@@ -31,6 +31,8 @@ def shown(heading: str) -> list[str]:
 def test_tables_are_the_result_files(tables):
     assert shown("engine") == tables.engine()
     assert shown("kernels") == tables.profile("decode") + tables.profile("prefill")
+    assert shown("op") == tables.ops()
+    assert shown("trainer") == tables.trainer()
     assert shown("GEMM") == tables.tiles()
     compared, equal = tables.all_equal()
     assert compared == equal and f"all {equal} pairs" in PAGE
@@ -42,6 +44,19 @@ def test_every_kernel_is_in_one_group_and_the_sum_is_theirs(tables):
             total = sum(kernel["us"] for kernel in profile["kernels"]) / profile["steps"] / 1e3
             groups = tables._grouped(profile)
             assert sum(groups.values()) == pytest.approx(total) and groups["the rest"] < 0.01 * total
+
+
+def test_ops_were_equal_before_they_were_timed(tables):
+    for path, words in (
+        (tables.OPS, "bench ops --preset real"),
+        (tables.TRAINER, "bench trainer --preset real --layers 8"),
+    ):
+        result = json.loads(path.read_text())
+        assert result["command"].startswith(f"hf-numerics {words}") and words in PAGE
+        environment = result["environment"]
+        assert environment["hardware"] == "NVIDIA H200" and environment["date"][:10] in PAGE
+        assert f"commit {environment['plugin_commit']}" in PAGE
+        assert all(case["passed"] for case in result.get("cases", []))
 
 
 def test_words_of_the_page_are_the_files(tables):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the table of docs/features/matrix.md from the command's rows: ``python docs/scripts/matrix_table.py``.
 
-The GPU's column is what docs/results/matrix-h200.json says, where that file exists.
+The GPU's column is what docs/results/matrix-h200.json says, where that file exists: the command's result, or several
+under ``runs``, of which the last that has a row counts.
 """
 
 import json
@@ -41,7 +42,8 @@ def table(result: Path = RESULT) -> list[str]:
     """The lines of the table."""
     results = None
     if result.exists():
-        results = {row["row"]: row for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
+        data = json.loads(result.read_text(encoding="utf-8"))
+        results = {row["row"]: row for run in data.get("runs", [data]) for row in run["rows"]}
     lines = [f"| `{row.name}` | {row.shows} | {row.wants} | {_on_cpu(row)} | {_on_gpu(row, results)} |" for row in ROWS]
     return [*HEADER, *lines]
 

@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 ENGINE, PROFILE = RESULTS / "bench-engine-h200.json", RESULTS / "profile-h200.json"
+OPS, TRAINER = RESULTS / "bench-ops-h200.json", RESULTS / "bench-trainer-h200.json"
 TILES = ROOT / "vllm_omni" / "hf_numerics" / "ops" / "tile_tables" / "NVIDIA_H200.json"
 NAMES = {"stock": "stock", "stock-batch-invariant": "stock, batch-invariant", "hf-numerics": "the mode"}
 # Kernels by what they do: the first part of a name that matches decides.
@@ -62,6 +63,36 @@ def profile(what: str, path: Path = PROFILE) -> list[str]:
     return [f"| {group} | {' | '.join(f'{column[group]:.2f}' for column in columns.values())} |" for group in groups]
 
 
+def ops(path: Path = OPS) -> list[str]:
+    """A row for each op and number of rows: microseconds of every arm, "≠" where the bits are others, and ratios."""
+    rows = []
+    for case in _read(path)["cases"]:
+        times = case["microseconds"]
+        own = times["hf-numerics"]
+        cells = [
+            f"{times[arm]:,.1f}{'' if case['equal'][arm] else ' ≠'}" if arm in times else "-"
+            for arm in ("transformers", "stock")
+        ]
+        over = [f"{times[arm] / own:.2f}" if arm in times else "-" for arm in ("transformers", "stock")]
+        rows.append(f"| {case['op']} | {case['rows']} | {' | '.join(cells)} | {own:,.1f} | {' | '.join(over)} |")
+    return rows
+
+
+def trainer(path: Path = TRAINER) -> list[str]:
+    """A row for each measure: median milliseconds of transformers and of the aligned model, and their ratio."""
+    data = _read(path)
+    rows = []
+    for measure, ratio in data["ratios"].items():
+        plain, own = (data["arms"][arm][measure] for arm in ("transformers", "hf-numerics"))
+        times = [
+            f"{median(x['milliseconds']):.1f} ({min(x['milliseconds']):.1f} to {max(x['milliseconds']):.1f})"
+            for x in (plain, own)
+        ]
+        peaks = " / ".join(f"{x['peak_bytes'] / 1e9:.1f}" for x in (plain, own))
+        rows.append(f"| {measure} | {times[0]} | {times[1]} | {ratio['hf-numerics']:.3f} | {peaks} |")
+    return rows
+
+
 def tiles(path: Path = TILES) -> list[str]:
     """A row for each GEMM: forced over chosen time at some row counts."""
     rows = []
@@ -79,4 +110,5 @@ def all_equal(path: Path = TILES) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*engine(), "", *profile("decode"), "", *profile("prefill"), "", *tiles(), "", str(all_equal())]))
+    parts = (engine(), profile("decode"), profile("prefill"), ops(), trainer(), tiles(), [str(all_equal())])
+    print("\n\n".join("\n".join(part) for part in parts))

@@ -38,6 +38,9 @@ def test_table_says_what_the_result_says_and_nothing_without_one(script, tmp_pat
     [line] = [line for line in lines if line.startswith("| `preemption` |")]
     assert line.endswith("| different, 3 of 1,200 |")
     assert sum("not yet run on a GPU" in line for line in lines) == sum("cuda" in row.devices for row in ROWS) - 1
+    later = [{"row": "preemption", "verdict": "exact", "compared": 1300, "differing": 0}]
+    (tmp_path / "result.json").write_text(json.dumps({"runs": [{"rows": rows}, {"rows": later}]}))
+    assert "| exact, 0 of 1,300 |" in "\n".join(script.table(tmp_path / "result.json"))
 
 
 def test_engines_of_the_tests_are_those_of_the_table(script):
