@@ -100,6 +100,9 @@ class MatrixRollout(Rollout):
         waiting = sorted(range(len(prompts)), key=lambda request: arrivals[request])
         order: dict[str, int] = {}
         while waiting or engine.has_unfinished_requests():
+            if not engine.has_unfinished_requests():
+                # An engine in a process of its own gives no step without a request: one would wait for ever.
+                step = max(step, arrivals[waiting[0]])
             while waiting and arrivals[waiting[0]] <= step:
                 request = waiting.pop(0)
                 name = f"matrix-{self._number}"
