@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate's rounds, and what is kept of a run that ends early. The two sides are stand-ins here."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from vllm_omni.hf_numerics.probe import composition, demo, gate, options
+from vllm_omni.hf_numerics.probe import composition, demo, gate, gate_command, options, render
 from vllm_omni.hf_numerics.probe.cli import build_parser
+from vllm_omni.hf_numerics.probe.compare import Comparison, Difference
 from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence
 from vllm_omni.hf_numerics.probe.side import SideError
 
@@ -174,3 +177,18 @@ def test_minutes_alone_lift_the_target(monkeypatch, tmp_path):
         (9, 2.0, True, 4),
     ]
     assert found[2].rollout.engine["disable_log_stats"] is False
+
+
+def test_the_command_that_finds_where_names_the_gates_thinker(tmp_path):
+    """`locate` refuses a record of other weights, so the options have to be the gate's."""
+    options_given = ["--preset", "real", "--layers", "4", "--seed", "3", "--dtype", "float16"]
+    gated = build_parser().parse_args(["gate", *options_given])
+    first = Difference(request=1, position=5, token_id=9, left_bits=1, right_bits=2)
+    failed = Comparison([], compared=4, differing=1, first=first)
+    console = Console(file=io.StringIO(), width=300)
+    render.gate_verdict(console, gate.GateResult(failed=failed, differing=1), tmp_path, gate_command._sides(gated))
+    [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("find where: hf-numerics ")]
+    located = build_parser().parse_args(line.split()[3:])
+    assert located.command == "locate" and located.request == 1 and located.record == tmp_path / "rollout.json"
+    for name in ("preset", "layers", "seed", "dtype"):
+        assert getattr(located, name) == getattr(gated, name)

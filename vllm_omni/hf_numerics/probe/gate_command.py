@@ -62,6 +62,12 @@ def _soak_engine(concurrent: int, longest: int) -> dict[str, Any]:
     return {"block_size": _BLOCK, "num_gpu_blocks_override": room, "disable_log_stats": False}
 
 
+def _sides(arguments: argparse.Namespace) -> str:
+    """The options of ``locate`` that name the gate's thinker."""
+    layers = [] if arguments.layers is None else [f"--layers {arguments.layers}"]
+    return " ".join([f"--preset {arguments.preset}", *layers, f"--seed {arguments.seed} --dtype {arguments.dtype}"])
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the gate; returns the exit code."""
     from rich.console import Console
@@ -100,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"seed {spec.seed}, from round {spec.first_round}", highlight=False)
     with render.progress(console, spec.target) as advance:
         result = gate.run(spec, advance, arguments.keep)
-    render.gate_verdict(console, result, arguments.keep)
+    render.gate_verdict(console, result, arguments.keep, _sides(arguments))
     options.write_json(result.as_dict(spec, options.recorded_command(sys.argv[1:])), arguments.json)
     if result.ended is not None or (result.failed is not None and result.failed.obstacles):
         return options.UNUSABLE

@@ -99,8 +99,8 @@ def progress(console: Console, target: int | None) -> Iterator[Callable[[int], N
         yield lambda compared: bar.update(task, completed=compared)
 
 
-def gate_verdict(console: Console, result: GateResult, kept: Path | None) -> None:
-    """One line, and after a difference the command that finds where it starts."""
+def gate_verdict(console: Console, result: GateResult, kept: Path | None, sides: str) -> None:
+    """One line, and after a difference the command that finds where it starts; ``sides``: options for its thinker."""
     word = "[bold green]EXACT[/]" if result.passed else "[bold red]NOT EXACT[/]"
     console.print(
         f"{word}: {result.differing:,} of {result.compared:,} log-probs differ over {result.rounds} rounds "
@@ -116,8 +116,9 @@ def gate_verdict(console: Console, result: GateResult, kept: Path | None) -> Non
     for obstacle in result.failed.obstacles:
         console.print(obstacle, highlight=False)
     if result.failed.first is not None:
+        request = result.failed.first.request
         record = f"{kept}/rollout.json" if kept else "DIR/rollout.json (run the gate with --keep DIR)"
-        console.print(f"find where: hf-numerics locate --record {record} --request {result.failed.first.request}")
+        console.print(f"find where: hf-numerics locate {sides} --record {record} --request {request}", highlight=False)
 
 
 def located(console: Console, found: Located) -> None:
