@@ -30,7 +30,7 @@ install: $(READY)  ## make the virtual environment (CPU)
 demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, compare bits (about 1 minute)
 	@$(BIN)/hf-numerics demo
 
-test: $(READY)  ## the CPU tests, engine starts included (about 10 minutes)
+test: $(READY)  ## the CPU tests, engine starts included (about 25 minutes)
 	@$(BIN)/python -m pytest -m "not cuda" --durations=5
 
 lint: $(READY)  ## ruff and mypy

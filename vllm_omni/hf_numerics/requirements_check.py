@@ -27,7 +27,7 @@ __all__ = [
     "warnings",
 ]
 
-# Of every released thinker, and the one head size at which CUDA's attention is exact; see `head_dim_refusal`.
+# Of the released thinkers, and the one head size that is proven exact on CUDA; see `head_dim_refusal`.
 CUDA_HEAD_DIM = 128
 _PLATFORMS = ("cuda", "cpu")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -188,14 +188,14 @@ def _feature_refusals(facts: EngineFacts) -> list[str]:
 def head_dim_refusal(head_dim: int) -> str | None:
     """Why heads of that width cannot be exact on CUDA, or None.
 
-    FlashAttention 3 picks the keys that it reads at once by head size, causality and paging, and takes a decode for not
-    causal, except at 128: elsewhere a decode rescales its sum after other keys than a prefill does.
+    Measured (tests/ops/test_attention_cuda.py, one H200): at 128 FlashAttention 3's paged decode has the bits of its
+    prefill; at 32 and 64 it has others once there are more keys than one tile holds. Other sizes were not tried.
     """
     if head_dim == CUDA_HEAD_DIM:
         return None
     return (
-        f"needed head_dim {CUDA_HEAD_DIM} on CUDA; got {head_dim}; use a checkpoint with such heads: at other sizes "
-        "FlashAttention 3 sums a decode in another order than a prefill"
+        f"needed head_dim {CUDA_HEAD_DIM} on CUDA; got {head_dim}; use a checkpoint with such heads: at 32 and 64 "
+        "FlashAttention 3 decodes with other bits than it prefills, and other sizes are not proven"
     )
 
 

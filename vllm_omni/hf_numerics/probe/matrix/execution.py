@@ -16,8 +16,9 @@ _GRAPHS = "full-and-piecewise"
 
 # Decode batches that fit a captured size, and that are padded to the next.
 _BATCHES = (1, 2, 3, 4, 5, 8, 9, 40, 64)
-# One request, so that the stock thinker has the same batches in every run: its bits may depend on them.
-_PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 5
+_PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [1] * 40]
+# One after another, so that the stock thinker has the same batches in every run: its bits may depend on them.
+_ARRIVALS = [0, 100, 200]
 
 
 def _captured(mode: str) -> Callable[[Bench], None]:
@@ -41,8 +42,8 @@ def _compiled(bench: Bench) -> None:
 
 
 def _greedy(bench: Bench, name: str) -> None:
-    """Sample the same prompt greedily and keep the record."""
-    bench.sample([_PROMPT], 36, sampling=[{"temperature": 0.0}])
+    """Sample the same prompts greedily and keep the record."""
+    bench.sample(_PROMPTS, 12, sampling=[{"temperature": 0.0}] * len(_PROMPTS), arrivals=_ARRIVALS)
     (bench.folder / name).write_bytes((bench.folder / "rollout.json").read_bytes())
 
 
