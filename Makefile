@@ -27,7 +27,7 @@ $(READY): setup.py $(filter-out requirements/docs.txt,$(wildcard requirements/*.
 
 install: $(READY)  ## make the virtual environment (CPU)
 
-demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, compare bits (about 1 minute)
+demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, compare bits (about 1.5 minutes)
 	@$(BIN)/hf-numerics demo
 
 test: $(READY)  ## the CPU tests, engine starts included (about 25 minutes)
