@@ -8,10 +8,15 @@ from vllm_omni.hf_numerics.probe.tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(PRESETS["tiny"], tmp_path_factory.mktemp("c"), 0, "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(write_checkpoint(PRESETS["tiny"], tmp_path_factory.mktemp("c"), 0, "bfloat16"))
+    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def test_every_id_has_its_own_token(tokenizer):
@@ -43,6 +48,19 @@ def test_special_tokens_are_the_configs(tokenizer):
     assert tokenizer.encode("a<|im_end|>b") == [a, tokenizer.eos_token_id, b]
 
 
+def test_what_a_staged_thinker_embeds_for_the_talker_is_in_the_vocabulary(checkpoint, tokenizer):
+    """vLLM-Omni embeds these ids of the whole config; with the defaults, past a small vocabulary, the first step
+    on CUDA stopped the engine by a device-side assert."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", "tts_pad": "<tts_pad>"}
+    named |= {"tts_bos": "<tts_text_bos>", "tts_eos": "<tts_text_eod>"}
+    ids = {name: getattr(config, f"{name}_token_id") for name in named}
+    assert ids == {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+    assert max(ids.values()) < config.thinker_config.text_config.vocab_size
+
+
 def test_chat_template(tokenizer):
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -52,6 +70,6 @@ def test_chat_template(tokenizer):
 
 @pytest.mark.parametrize("vocabulary, special", [(260, 244), (512, 505)])
 def test_vocabulary_too_small_is_refused(tmp_path, vocabulary, special):
-    with pytest.raises(ValueError, match="needed 256 ids for the bytes.*; got .*; set a vocabulary of at least 267"):
+    with pytest.raises(ValueError, match="needed 256 ids for the bytes.*; got .*; set a vocabulary of at least 270"):
         write_tokenizer(tmp_path, vocabulary, special)
     assert list(tmp_path.iterdir()) == []

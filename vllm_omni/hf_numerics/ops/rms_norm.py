@@ -36,9 +36,10 @@ def _columns(block: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL: tl.constexpr):
-    x = tl.load(x_ptr + column, mask=column < N, other=0.0)
+    """What the norm reads, once: the cache need not keep it."""
+    x = tl.load(x_ptr + column, mask=column < N, other=0.0, eviction_policy="evict_first")
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + column, mask=column < N, other=0.0)
+        residual = tl.load(residual_ptr + column, mask=column < N, other=0.0, eviction_policy="evict_first")
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
     return x
 
@@ -48,27 +49,29 @@ def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, N, eps,
     BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. The flattened [256, 4] over 128 threads is the tree of vLLM's ``mean_kernel``: it loads
-    float32 in blocks of 1024, four neighbours a thread, and adds the blocks' sums. Flat bfloat16 loads get eight, and
-    a sum over one axis of a larger tensor takes another order."""
+    """One row a program, in registers between its sum and its scaling. The flattened [256, 4] over 128 threads is the
+    tree of vLLM's ``mean_kernel``: it loads float32 in blocks of 1024, four neighbours a thread, and adds the blocks'
+    sums. Flat bfloat16 loads get eight, and a sum over one axis of a larger tensor takes another order."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
-    squares = 0.0
+    x, weight = (), ()  # grown while the loop is unrolled: mypy cannot follow
     for block in tl.static_range(BLOCKS):
         column = _columns(block)
-        wide = _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL).to(tl.float32)
+        x += (_load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL),)  # type: ignore
+        weight += (tl.load(weight_ptr + column, mask=column < N, other=0.0),)  # type: ignore
+    squares = 0.0
+    for block in tl.static_range(BLOCKS):
+        wide = x[block].to(tl.float32)  # type: ignore
         squares += tl.sum(wide * wide)
     # The override divides approximately (div.full) by a runtime N; so does this.
     scale = tl.rsqrt(squares / N + eps)
     for block in tl.static_range(BLOCKS):
         column = _columns(block)
-        x = _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL)  # from the cache
         if HAS_RESIDUAL:
-            tl.store(total_ptr + row * N + column, x, mask=column < N)
-        rounded = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
-        weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-        normed = (weight * rounded).to(normed_ptr.dtype.element_ty)
+            tl.store(total_ptr + row * N + column, x[block], mask=column < N)
+        rounded = (x[block].to(tl.float32) * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
+        normed = (weight[block].to(tl.float32) * rounded).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + row * N + column, normed, mask=column < N)
 
 

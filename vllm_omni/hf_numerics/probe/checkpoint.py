@@ -69,7 +69,7 @@ _HEAD_GAIN = 4.0
 # Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
 _NORM_SPREAD = 0.1
 # Counts changes of what is written beside the weights: the tokenizer, the talker's part of the config.
-_FILES = 2
+_FILES = 3
 
 
 def _text_config(preset: Preset) -> dict[str, Any]:
@@ -197,6 +197,10 @@ def _model_config(preset: Preset, dtype: str) -> Any:
     config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
     # A staged thinker hands this layer's input to the talker, and vLLM-Omni fails where there is no such layer.
     config.talker_config.accept_hidden_layer = preset.layers // 2
+    # It embeds these for the talker, with no look at the vocabulary: on CUDA an id past its end kills the engine.
+    special = config.thinker_config.audio_token_id
+    for place, name in enumerate(("im_start", "im_end", "tts_pad", "tts_bos", "tts_eos")):
+        setattr(config, f"{name}_token_id", special + 8 + place)
     config.dtype = dtype
     return config
 

@@ -10,7 +10,8 @@ from typing import Any
 
 __all__ = ["CHAT_TEMPLATE", "write_tokenizer"]
 
-# The thinker's special tokens in the order of `checkpoint.thinker_config`'s ids, then those of the chat format.
+# The thinker's special tokens in the order of `checkpoint.thinker_config`'s ids, then those of the chat format and
+# of the talker, then the end of a text.
 _SPECIAL = (
     "<|audio_pad|>",
     "<|image_pad|>",
@@ -22,6 +23,9 @@ _SPECIAL = (
     "<|user|>",
     "<|im_start|>",
     "<|im_end|>",
+    "<tts_pad>",
+    "<tts_text_bos>",
+    "<tts_text_eod>",
     "<|endoftext|>",
 )
 # What the multimodal processor of Qwen3-Omni looks up on its tokenizer.
