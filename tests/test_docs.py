@@ -9,6 +9,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
+STAGED = ("omni", "async-omni", "serve")
+
 
 def _result(name: str) -> dict:
     return json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
@@ -85,6 +87,19 @@ def test_sharded_trainer_is_the_result_file():
     page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert f"{result['differing']} of {result['compared']} log-probs differ" in page
     assert environment["plugin_commit"] in page and environment["date"][:10] in page
+
+
+def test_staged_engine_is_the_result_file():
+    result = _result("staged-h200.json")
+    off = result["entries"][-1]
+    assert result["passed"] and [entry["entry"] for entry in result["entries"]] == [*STAGED, "serve-off"]
+    assert all(entry["differing"] == 0 and entry["compared"] == off["compared"] for entry in result["entries"][:-1])
+    assert off["differing"] == off["compared"]
+    page = " ".join((ROOT / "docs" / "parity.md").read_text(encoding="utf-8").split())
+    assert f"0 of {off['compared']} log-probs differ from aligned transformers in each" in page
+    assert f"the control, all {off['differing']} do" in page
+    environment = result["environment"]
+    assert f"One H200, the versions above, {environment['date'][:10]}, commit {environment['plugin_commit']}" in page
 
 
 def test_locate_on_a_gpu_named_every_fault():

@@ -81,7 +81,3 @@ def test_yaml_snippet(additional_configs, deploy, tmp_path):
     path.write_text(snippet.replace("/path/to/vllm_omni", str(deploy.parents[1])))
     assert additional_configs("Omni", deploy_config=str(path)) == [ON, None, None]
     assert yaml.safe_load(snippet)["base_config"] == "/path/to/vllm_omni/deploy/qwen3_omni_moe.yaml"
-
-
-def test_page_says_that_no_staged_server_was_started():
-    assert "**No staged server was started**" in PAGE

@@ -34,15 +34,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def engine(path: Path = ENGINE) -> list[str]:
-    """A row for each arm: tokens a second of decoding, median and extremes, and the mode over it."""
-    data = _read(path)
+    """A row for each arm of each run: tokens a second of decoding, median and extremes, and the mode over it."""
     rows = []
-    for name, arm in data["arms"].items():
-        over = data["ratios"]["decode"].get(name)
-        decode = f"{median(arm['decode']):,.0f} ({min(arm['decode']):,.0f} to {max(arm['decode']):,.0f})"
-        memory = f"{arm['facts']['memory']['used'] / 1e9:.2f} GB"
-        rows.append(f"| {NAMES[name]} | {decode} | {'-' if over is None else f'{over:.3f}'} | {memory} |")
+    for run in _read(path)["runs"]:
+        for name, arm in run["arms"].items():
+            over = run["ratios"]["decode"].get(name)
+            decode = f"{median(arm['decode']):,.0f} ({min(arm['decode']):,.0f} to {max(arm['decode']):,.0f})"
+            memory = f"{arm['facts']['memory']['used'] / 1e9:.2f} GB"
+            commit = run["environment"]["plugin_commit"]
+            rows.append(
+                f"| {NAMES[name]} | {commit} | {decode} | {'-' if over is None else f'{over:.3f}'} | {memory} |"
+            )
     return rows
+
+
+def prefill(path: Path = ENGINE) -> dict[str, float]:
+    """Of the newest run, by arm: median tokens a second of prefills of one step."""
+    return {name: median(arm["prefill"]) for name, arm in _read(path)["runs"][0]["arms"].items()}
 
 
 def _grouped(profile: dict[str, Any]) -> dict[str, float]:
