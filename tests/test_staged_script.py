@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/staged.py: its deploy file is one that vLLM-Omni takes, and what it makes of answers; stages need a GPU."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "staged.py"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.fixture
-def staged() -> Any:
-    spec = importlib.util.spec_from_file_location("staged", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def staged(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("staged")
+
+
+@pytest.fixture
+def entry(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("staged_entry")
 
 
 def test_deploy_file_is_the_shipped_one_wherever_the_package_lies(staged, tmp_path):
@@ -29,13 +33,33 @@ def test_deploy_file_is_the_shipped_one_wherever_the_package_lies(staged, tmp_pa
     assert stage.default_sampling_params["temperature"] == 1.0
 
 
-def test_prompts_follow_from_the_seed_and_hold_no_special_token(staged):
-    first = staged.prompts(512)
-    assert first == staged.prompts(512) and len(first) == staged.REQUESTS
+def test_pipeline_is_the_shipped_file_with_dummy_stages_on_one_gpu(staged, tmp_path):
+    from vllm_omni.config.stage_config import load_deploy_config
+
+    thinker, *others = load_deploy_config(staged.deploy_file(tmp_path, pipeline=True)).stages
+    assert thinker.engine_extras["additional_config"] == {"hf_numerics": True}
+    assert thinker.load_format is None and thinker.devices == "0"
+    assert [stage.stage_id for stage in others] == [1, 2]
+    for stage in others:
+        assert (stage.load_format, stage.devices) == ("dummy", "0")
+        assert "hf_numerics" not in str(stage)
+    assert others[0].moe_backend == "triton" and others[1].async_scheduling is False  # the rest is upstream's
+
+
+def test_a_chat_is_turns_around_the_prompt(entry):
+    names = {f"{name}_token_id": token for token, name in enumerate(("im_start", "im_end", "user", "assistant"), 500)}
+    [chat] = entry.as_chats([[1, 2, 3]], names)
+    assert chat == [500, 502, 10, 1, 2, 3, 501, 10, 500, 503, 10]
+
+
+def test_prompts_follow_from_the_seed_and_hold_no_special_token(entry):
+    first = entry.prompts(512)
+    assert first == entry.prompts(512) and len(first) == entry.REQUESTS
     assert all(0 <= token < 480 for prompt in first for token in prompt) and len({len(p) for p in first}) > 1
 
 
 ANSWER = [{"prompt": [1, 2], "tokens": [3, 4], "bits": [0, 1]}]
+SPOKEN = [{**ANSWER[0], "audio_samples": 1920}]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +78,9 @@ def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, passed):
 
     def run_entry(entry, *arguments):
         asked.append(entry)
-        return None if differing.get(entry, ()) is None else ANSWER
+        if differing.get(entry, ()) is None:
+            return None
+        return SPOKEN if entry == "pipeline" else ANSWER
 
     answers = [differing.get(entry, (96, 0)) for entry in (*staged.ENTRIES, "serve-off")]
     outcomes = iter([answer for answer in answers if answer is not None])
@@ -69,6 +95,7 @@ def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, passed):
     assert asked == [*staged.ENTRIES, "serve-off"]
     result = json.loads((tmp_path / "staged-h200.json").read_text())
     assert result["passed"] is passed and [one["entry"] for one in result["entries"]] == asked
+    assert [one["entry"] for one in result["entries"] if one.get("audio_samples") == [1920]] == ["pipeline"]
     assert str(tmp_path) not in json.dumps(result)
     assert "serve-off: " in capsys.readouterr().out
 

@@ -54,11 +54,22 @@ def test_what_a_staged_thinker_embeds_for_the_talker_is_in_the_vocabulary(checkp
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint)
-    named = {"im_start": "<|im_start|>", "im_end": "<|im_end|>", "tts_pad": "<tts_pad>"}
-    named |= {"tts_bos": "<tts_text_bos>", "tts_eos": "<tts_text_eod>"}
+    named = {"tts_pad": "<tts_pad>", "tts_bos": "<tts_text_bos>", "tts_eos": "<tts_text_eod>"}
+    named |= {name: f"<|{name}|>" for name in ("user", "im_start", "im_end", "system", "assistant")}
     ids = {name: getattr(config, f"{name}_token_id") for name in named}
     assert ids == {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     assert max(ids.values()) < config.thinker_config.text_config.vocab_size
+    # What the talker and code2wav look up in their own tables.
+    talker = config.talker_config
+    codes = [getattr(talker, name) for name in dir(talker) if name.startswith("codec_")] + list(
+        talker.speaker_id.values()
+    )
+    assert len(codes) == 7 and max(codes) < talker.text_config.vocab_size
+    assert talker.code_predictor_config.vocab_size == config.code2wav_config.codebook_size
+    assert (
+        talker.num_code_groups == talker.code_predictor_config.num_code_groups == config.code2wav_config.num_quantizers
+    )
+    assert talker.accept_hidden_layer < config.thinker_config.text_config.num_hidden_layers
 
 
 def test_chat_template(tokenizer):
@@ -70,6 +81,6 @@ def test_chat_template(tokenizer):
 
 @pytest.mark.parametrize("vocabulary, special", [(260, 244), (512, 505)])
 def test_vocabulary_too_small_is_refused(tmp_path, vocabulary, special):
-    with pytest.raises(ValueError, match="needed 256 ids for the bytes.*; got .*; set a vocabulary of at least 270"):
+    with pytest.raises(ValueError, match="needed 256 ids for the bytes.*; got .*; set a vocabulary of at least 272"):
         write_tokenizer(tmp_path, vocabulary, special)
     assert list(tmp_path.iterdir()) == []

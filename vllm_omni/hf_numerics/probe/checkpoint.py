@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from vllm_omni.hf_numerics.probe.pipeline_config import code2wav_config, talker_config, token_ids
 from vllm_omni.hf_numerics.probe.tokenizer import write_tokenizer
 
 __all__ = [
@@ -68,8 +69,8 @@ _DEEPSTACK_LEVELS = [0, 1, 2]  # of the vision tower, hence three deepstack leve
 _HEAD_GAIN = 4.0
 # Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
 _NORM_SPREAD = 0.1
-# Counts changes of what is written beside the weights: the tokenizer, the talker's part of the config.
-_FILES = 3
+# Counts changes of what is written beside the weights: the tokenizer, the other stages' parts of the config.
+_FILES = 4
 
 
 def _text_config(preset: Preset) -> dict[str, Any]:
@@ -193,14 +194,15 @@ def text_weight_shapes(preset: Preset) -> list[tuple[str, tuple[int, ...]]]:
 def _model_config(preset: Preset, dtype: str) -> Any:
     from transformers import Qwen3OmniMoeConfig
 
-    config = Qwen3OmniMoeConfig(thinker_config=thinker_config(preset), enable_audio_output=False)
+    thinker = thinker_config(preset)
+    config = Qwen3OmniMoeConfig(
+        thinker_config=thinker,
+        talker_config=talker_config(preset.hidden, preset.layers),
+        code2wav_config=code2wav_config(),
+        enable_audio_output=False,  # their weights are not written
+        **token_ids(thinker["audio_token_id"]),
+    )
     config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
-    # A staged thinker hands this layer's input to the talker, and vLLM-Omni fails where there is no such layer.
-    config.talker_config.accept_hidden_layer = preset.layers // 2
-    # It embeds these for the talker, with no look at the vocabulary: on CUDA an id past its end kills the engine.
-    special = config.thinker_config.audio_token_id
-    for place, name in enumerate(("im_start", "im_end", "tts_pad", "tts_bos", "tts_eos")):
-        setattr(config, f"{name}_token_id", special + 8 + place)
     config.dtype = dtype
     return config
 

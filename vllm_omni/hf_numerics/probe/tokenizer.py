@@ -10,8 +10,8 @@ from typing import Any
 
 __all__ = ["CHAT_TEMPLATE", "write_tokenizer"]
 
-# The thinker's special tokens in the order of `checkpoint.thinker_config`'s ids, then those of the chat format and
-# of the talker, then the end of a text.
+# The thinker's special tokens in the order of `checkpoint.thinker_config`'s ids, then those of
+# `pipeline_config.token_ids`, then the end of a text.
 _SPECIAL = (
     "<|audio_pad|>",
     "<|image_pad|>",
@@ -26,6 +26,8 @@ _SPECIAL = (
     "<tts_pad>",
     "<tts_text_bos>",
     "<tts_text_eod>",
+    "<|system|>",
+    "<|assistant|>",
     "<|endoftext|>",
 )
 # What the multimodal processor of Qwen3-Omni looks up on its tokenizer.
