@@ -4,20 +4,24 @@
 
     python scripts/staged.py FOLDER [--entries omni async-omni serve pipeline] [--limit 150]
 
-Each entry point samples the same random prompts with a small random thinker (the deploy file for rollouts, one stage),
-in a process of its own that is given up after LIMIT seconds; "pipeline" is `Omni` with all three stages, talker and
-code2wav of dummy weights, and has to make audio of every answer. Then transformers teacher-forces every sequence,
-aligned, with the formula of the v1 sampler, which staged workers use. A last server with the mode off is the control.
-Logs and staged-h200.json go to FOLDER. Exit code 0: every log-prob is equal and the control differs; 1: not so, or one
-failed.
+Each entry point samples random prompts with a small random thinker (the deploy file for rollouts, one stage), in a
+process of its own that is given up after LIMIT seconds. "pipeline" is `Omni` with all three stages: the same thinker
+with the released vocabulary, talker and code2wav of dummy weights; it has to make audio of every answer. Then
+transformers teacher-forces every sequence, aligned, with the formula of the v1 sampler, which staged workers use. A
+last server with the mode off is the control. Logs and staged.json go to FOLDER. Exit code 0: every log-prob is equal
+and the control differs; 1: not so, or one failed.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,22 @@ from staged_entry import REQUESTS, SEED, TOKENS
 
 SAMPLER = Path(__file__).with_name("staged_entry.py")
 ENTRIES = ("omni", "async-omni", "serve", "pipeline")
+CONTROL = "serve-off"
 MEMORY = "    gpu_memory_utilization: 0.2\n    kv_cache_memory_bytes: 2000000000\n"
 # The other two stages on the thinker's GPU; nothing else of them changes.
 DUMMY = f'  - stage_id: {{stage}}\n    devices: "0"\n    load_format: dummy\n{MEMORY}'
+# vLLM-Omni has ids of the released vocabulary in its code: it sizes the talker's prompt by the first four.
+RELEASED_VOCABULARY = 152064
+RELEASED_IDS = {
+    "im_start": 151644,
+    "system": 8948,
+    "user": 872,
+    "assistant": 77091,
+    "im_end": 151645,
+    "tts_pad": 151671,
+    "tts_bos": 151672,
+    "tts_eos": 151673,
+}
 
 
 def deploy_file(folder: Path, pipeline: bool = False) -> Path:
@@ -46,6 +63,30 @@ def deploy_file(folder: Path, pipeline: bool = False) -> Path:
         text += "".join(DUMMY.format(stage=stage) for stage in (1, 2))
     target = folder / name
     target.write_text(text, encoding="utf-8")
+    return target
+
+
+def thinker_checkpoint(cache: Path) -> Path:
+    """The small random thinker, with a processor: stages start with a profile of images, videos and audio."""
+    from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, write_checkpoint
+    from vllm_omni.hf_numerics.probe.matrix.checkpoints import media_checkpoint
+
+    return media_checkpoint(write_checkpoint(PRESETS["small"], cache, SEED, "bfloat16"))
+
+
+def pipeline_checkpoint(cache: Path) -> Path:
+    """`thinker_checkpoint` with the released vocabulary and ids, from which vLLM-Omni makes all three stages."""
+    from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, write_checkpoint
+    from vllm_omni.hf_numerics.probe.matrix.checkpoints import media_checkpoint
+
+    preset = dataclasses.replace(PRESETS["small"], vocabulary=RELEASED_VOCABULARY)
+    plain = media_checkpoint(write_checkpoint(preset, cache, SEED, "bfloat16"))
+    target = plain.with_name(f"{plain.name}-pipeline")
+    shutil.copytree(plain, target, dirs_exist_ok=True)
+    config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
+    config |= {f"{name}_token_id": token for name, token in RELEASED_IDS.items()}
+    config["enable_audio_output"] = True  # without it vLLM-Omni starts the thinker alone
+    (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
 
 
@@ -88,38 +129,51 @@ def _differing(thinker: Any, found: list[dict[str, Any]]) -> tuple[int, int]:
     return len(pairs), sum(a != b for a, b in pairs)
 
 
+def _verdict(entry: str, sequences: list[dict[str, Any]] | None, thinker: Callable[[], Any]) -> dict[str, Any]:
+    compared, differing = (0, 0) if sequences is None else _differing(thinker(), sequences)
+    passed = compared > 0 and (differing > compared / 2 if entry == CONTROL else differing == 0)
+    result: dict[str, Any] = {"entry": entry, "compared": compared, "differing": differing}
+    if entry == "pipeline" and sequences is not None:
+        result["audio_samples"] = [sequence["audio_samples"] for sequence in sequences]
+        passed = passed and all(result["audio_samples"])
+    print(f"{entry}: {differing} of {compared} log-probs differ; {'passed' if passed else 'FAILED'}", flush=True)
+    return {**result, "passed": passed}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="for logs and staged-h200.json")
+    parser.add_argument("folder", type=Path, help="for logs and staged.json")
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES), help="entry points to run")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds for an entry point")
+    parser.add_argument(
+        "--limit", type=float, default=150.0, help="seconds for an entry point, three times for pipeline"
+    )
     arguments = parser.parse_args()
 
     os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before vLLM is imported
-    from vllm_omni.hf_numerics.probe.checkpoint import PRESETS, write_checkpoint
     from vllm_omni.hf_numerics.probe.environment import describe
-    from vllm_omni.hf_numerics.probe.matrix.checkpoints import media_checkpoint
     from vllm_omni.hf_numerics.probe.recompute import TrainerSpec, load_model
 
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    plain = write_checkpoint(PRESETS["small"], folder / "cache", SEED, "bfloat16")
-    # Stages start with a profile of images, videos and audio, also where requests hold none.
-    checkpoint = media_checkpoint(plain)
-    found = {
-        entry: _run_entry(entry, checkpoint, deploy_file(folder, entry == "pipeline"), folder, arguments.limit)
-        for entry in (*arguments.entries, "serve-off")
-    }
-    thinker = load_model(TrainerSpec(str(checkpoint), SEED, "bfloat16", "cuda"))
-    results = []
-    for entry, sequences in found.items():
-        compared, differing = (0, 0) if sequences is None else _differing(thinker, sequences)
-        control = entry == "serve-off"
-        passed = compared > 0 and (differing > compared / 2 if control else differing == 0)
-        results.append({"entry": entry, "compared": compared, "differing": differing, "passed": passed})
-        if sequences is not None and "audio_samples" in sequences[0]:
-            results[-1]["audio_samples"] = [sequence["audio_samples"] for sequence in sequences]
-        print(f"{entry}: {differing} of {compared} log-probs differ; {'passed' if passed else 'FAILED'}", flush=True)
+
+    @functools.cache
+    def checkpoint(pipeline: bool) -> Path:
+        return (pipeline_checkpoint if pipeline else thinker_checkpoint)(folder / "cache")
+
+    found = {}
+    for entry in (*arguments.entries, CONTROL):
+        pipeline = entry == "pipeline"
+        limit = arguments.limit * (3 if pipeline else 1)
+        found[entry] = _run_entry(entry, checkpoint(pipeline), deploy_file(folder, pipeline), folder, limit)
+
+    @functools.cache
+    def thinker(pipeline: bool) -> Any:
+        return load_model(TrainerSpec(str(checkpoint(pipeline)), SEED, "bfloat16", "cuda"))
+
+    results = [
+        _verdict(entry, sequences, functools.partial(thinker, entry == "pipeline"))
+        for entry, sequences in found.items()
+    ]
     data = {
         "command": f"python scripts/staged.py FOLDER --entries {' '.join(arguments.entries)}",
         "environment": describe("cuda"),
@@ -128,7 +182,7 @@ def main() -> int:
         "entries": results,
         "passed": all(result["passed"] for result in results),
     }
-    (folder / "staged-h200.json").write_text(json.dumps(data, indent=1) + "\n")
+    (folder / "staged.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0 if data["passed"] else 1
 
 

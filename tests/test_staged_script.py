@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["deploy_fixtures"]
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -46,6 +48,37 @@ def test_pipeline_is_the_shipped_file_with_dummy_stages_on_one_gpu(staged, tmp_p
     assert others[0].moe_backend == "triton" and others[1].async_scheduling is False  # the rest is upstream's
 
 
+def test_pipeline_checkpoint_starts_three_stages_with_the_ids_in_vllm_omnis_code(staged, tmp_path, resolve):
+    """With the audio output off in its config, vLLM-Omni starts the thinker alone; with other ids than the released
+    ones it gives the talker a prompt of one token."""
+    from vllm_omni.entrypoints.omni import Omni
+    from vllm_omni.model_executor.stage_input_processors.qwen3_omni import _compute_talker_prompt_ids_length
+
+    checkpoint = staged.pipeline_checkpoint(tmp_path)
+    assert checkpoint == staged.pipeline_checkpoint(tmp_path)  # again: the same files
+    deploy = staged.deploy_file(tmp_path, pipeline=True)
+    thinker, talker, code2wav = resolve(lambda: Omni(model=str(checkpoint), deploy_config=str(deploy)))
+    assert thinker["additional_config"] == {"hf_numerics": True} and "load_format" not in thinker
+    assert (talker["load_format"], code2wav["load_format"]) == ("dummy", "dummy")
+
+    entry = importlib.import_module("staged_entry")
+    config = json.loads((checkpoint / "config.json").read_text())
+    vocabulary = config["thinker_config"]["text_config"]["vocab_size"]
+    plain = entry.prompts(vocabulary)
+    assert all(token < 151_643 < vocabulary for prompt in plain for token in prompt)
+    for ids in entry.as_chats(plain, config):
+        length = _compute_talker_prompt_ids_length({"ids": {"all": [*ids, 5], "prompt": ids}}, "cpu")
+        assert length == len(ids) - 3 + 9  # the user's turn, and what the talker starts an answer with
+
+
+def test_thinker_checkpoint_starts_one_stage(staged, tmp_path, resolve):
+    from vllm_omni.entrypoints.omni import Omni
+
+    checkpoint = staged.thinker_checkpoint(tmp_path)
+    [thinker] = resolve(lambda: Omni(model=str(checkpoint), deploy_config=str(staged.deploy_file(tmp_path))))
+    assert thinker["additional_config"] == {"hf_numerics": True}
+
+
 def test_a_chat_is_turns_around_the_prompt(entry):
     names = {f"{name}_token_id": token for token, name in enumerate(("im_start", "im_end", "user", "assistant"), 500)}
     [chat] = entry.as_chats([[1, 2, 3]], names)
@@ -59,19 +92,19 @@ def test_prompts_follow_from_the_seed_and_hold_no_special_token(entry):
 
 
 ANSWER = [{"prompt": [1, 2], "tokens": [3, 4], "bits": [0, 1]}]
-SPOKEN = [{**ANSWER[0], "audio_samples": 1920}]
 
 
 @pytest.mark.parametrize(
-    "differing, passed",
+    "differing, audio, passed",
     [
-        ({"serve-off": (96, 96)}, True),
-        ({"serve-off": (96, 96), "omni": (96, 1)}, False),  # one log-prob
-        ({"serve-off": (96, 0)}, False),  # a control that agrees proves nothing
-        ({"serve-off": (96, 96), "serve": None}, False),  # no answer
+        ({"serve-off": (96, 96)}, 1920, True),
+        ({"serve-off": (96, 96), "omni": (96, 1)}, 1920, False),  # one log-prob
+        ({"serve-off": (96, 0)}, 1920, False),  # a control that agrees proves nothing
+        ({"serve-off": (96, 96), "serve": None}, 1920, False),  # no answer
+        ({"serve-off": (96, 96)}, 0, False),  # a pipeline without audio
     ],
 )
-def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, passed):
+def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, audio, passed):
     from vllm_omni.hf_numerics.probe import environment, recompute
 
     asked = []
@@ -80,12 +113,14 @@ def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, passed):
         asked.append(entry)
         if differing.get(entry, ()) is None:
             return None
-        return SPOKEN if entry == "pipeline" else ANSWER
+        return [{**ANSWER[0], "audio_samples": audio}] if entry == "pipeline" else ANSWER
 
     answers = [differing.get(entry, (96, 0)) for entry in (*staged.ENTRIES, "serve-off")]
     outcomes = iter([answer for answer in answers if answer is not None])
     monkeypatch.setattr(staged, "_run_entry", run_entry)
     monkeypatch.setattr(staged, "_differing", lambda thinker, found: next(outcomes))
+    for name in ("thinker_checkpoint", "pipeline_checkpoint"):
+        monkeypatch.setattr(staged, name, lambda cache: cache)
     monkeypatch.setattr(recompute, "load_model", lambda spec: None)
     describe = environment.describe
     monkeypatch.setattr(environment, "describe", lambda device: describe("cpu"))
@@ -93,9 +128,9 @@ def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, passed):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")  # the script sets it: let it end with the test
     assert staged.main() == (0 if passed else 1)
     assert asked == [*staged.ENTRIES, "serve-off"]
-    result = json.loads((tmp_path / "staged-h200.json").read_text())
+    result = json.loads((tmp_path / "staged.json").read_text())
     assert result["passed"] is passed and [one["entry"] for one in result["entries"]] == asked
-    assert [one["entry"] for one in result["entries"] if one.get("audio_samples") == [1920]] == ["pipeline"]
+    assert [one["entry"] for one in result["entries"] if one.get("audio_samples") == [audio]] == ["pipeline"]
     assert str(tmp_path) not in json.dumps(result)
     assert "serve-off: " in capsys.readouterr().out
 

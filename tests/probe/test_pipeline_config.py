@@ -31,6 +31,11 @@ def test_talker(build):
     text = config.talker_config.text_config
     assert module.codec_head.weight.shape == (text.vocab_size, text.hidden_size)
     assert module.text_projection.linear_fc1.in_features == config.thinker_config.text_config.hidden_size
+    # The talker's positions are three rows; a rotary without sections fails on them at the first step.
+    rotary = module.language_model.model.layers[0].self_attn.rotary_emb
+    query = torch.zeros((5, text.num_attention_heads * text.head_dim), dtype=module.codec_head.weight.dtype)
+    turned, _ = rotary(torch.arange(5).expand(3, 5), query, query.clone())
+    assert turned.shape == query.shape
 
 
 def test_code2wav_makes_audio_of_codes(build):

@@ -69,7 +69,7 @@ _DEEPSTACK_LEVELS = [0, 1, 2]  # of the vision tower, hence three deepstack leve
 _HEAD_GAIN = 4.0
 # Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
 _NORM_SPREAD = 0.1
-# Counts changes of what is written beside the weights: the tokenizer, the other stages' parts of the config.
+# Counts changes of the tokenizer.
 _FILES = 4
 
 
@@ -191,17 +191,21 @@ def text_weight_shapes(preset: Preset) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
+def _whole_config(preset: Preset) -> dict[str, Any]:
+    thinker = thinker_config(preset)
+    return {
+        "thinker_config": thinker,
+        "talker_config": talker_config(preset.hidden, preset.layers),
+        "code2wav_config": code2wav_config(),
+        "enable_audio_output": False,  # their weights are not written
+        **token_ids(thinker["audio_token_id"]),
+    }
+
+
 def _model_config(preset: Preset, dtype: str) -> Any:
     from transformers import Qwen3OmniMoeConfig
 
-    thinker = thinker_config(preset)
-    config = Qwen3OmniMoeConfig(
-        thinker_config=thinker,
-        talker_config=talker_config(preset.hidden, preset.layers),
-        code2wav_config=code2wav_config(),
-        enable_audio_output=False,  # their weights are not written
-        **token_ids(thinker["audio_token_id"]),
-    )
+    config = Qwen3OmniMoeConfig(**_whole_config(preset))
     config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
     config.dtype = dtype
     return config
@@ -221,7 +225,7 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     identity = json.dumps(
-        [asdict(preset), thinker_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _FILES], sort_keys=True
+        [asdict(preset), _whole_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _FILES], sort_keys=True
     )
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():

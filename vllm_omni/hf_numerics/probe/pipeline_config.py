@@ -47,6 +47,13 @@ def talker_config(thinker_hidden: int, thinker_layers: int) -> dict[str, Any]:
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 256,
             "shared_expert_intermediate_size": 256,
+            # vLLM-Omni gives the talker three rows of positions, which only this rotary takes.
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1_000_000,
+                "mrope_section": [12, 10, 10],
+                "mrope_interleaved": True,
+            },
         },
         "code_predictor_config": {
             **attention,
