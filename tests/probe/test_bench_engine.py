@@ -2,6 +2,7 @@
 """``bench engine``: how the arms differ, ratios, and what is shown and written. The engines need a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vllm_omni.hf_numerics.probe import options
 from vllm_omni.hf_numerics.probe.bench import engine, engine_report
 from vllm_omni.hf_numerics.probe.bench.engine import ARMS, ArmResult
 from vllm_omni.hf_numerics.probe.bench.engine_command import _ARMS
+from vllm_omni.hf_numerics.probe.bench.engine_worker import BenchWorkerExtension
 from vllm_omni.hf_numerics.probe.cli import main
 from vllm_omni.hf_numerics.probe.rollout import RolloutSpec
 
@@ -28,7 +30,11 @@ def spec():
 
 @pytest.fixture
 def results():
-    profiles = {"decode": {"steps": 33, "rows": 32, "seconds": 1.0, "kernels": KERNELS}}
+    measured = {"rows": 32, "seconds": 1.0, "kernels": KERNELS}
+    profiles = {
+        "decode": {"unit": "step", "steps": 33, **measured},
+        "prefill": {"unit": "prefill", "steps": 2, **measured},
+    }
     return {
         "stock": ArmResult([80.0], [1000.0, 1200.0, 1100.0], [30000.0], FACTS),
         "hf-numerics": ArmResult([85.0], [2200.0, 1.0, 2300.0], [36000.0], FACTS, [110.0, 112.0], profiles),
@@ -79,6 +85,27 @@ def test_shown(spec, results):
     assert any("reads 111.0 experts a layer (110.0 to 112.0)" in line for line in lines)
     assert any("hf-numerics, decode, 32 rows: 3.00 ms of kernels a step" in line for line in lines)
     assert "fused_moe_kernel 10.0 2000.0 66.7 %" in lines
+    assert "hf-numerics, prefill, 32 rows: 99.00 ms of kernels a prefill, in 2 steps" in " ".join(
+        " ".join(lines).split()
+    )
+    assert "fused_moe_kernel 330.0 66000.0 66.7 %" in lines
+
+
+def test_steps_of_a_profile_are_counted(monkeypatch):
+    """An engine of 48 layers wrote its cache 1632 times: 34 steps, not the 33 tokens that each request sampled."""
+
+    events = [
+        SimpleNamespace(key="void vllm::reshape_and_cache_flash_kernel<...>", count=1632, self_device_time_total=3.0),
+        SimpleNamespace(key="fused_moe_kernel", count=3264, self_device_time_total=9.0),
+        SimpleNamespace(key="cudaLaunchKernel", count=7, self_device_time_total=0),
+    ]
+    worker = BenchWorkerExtension()
+    worker.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=48))
+    worker._hf_numerics_profiler = SimpleNamespace(stop=lambda: None, key_averages=lambda: events)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = worker.hf_numerics_profile_stop()
+    assert found["steps"] == 34
+    assert [kernel["kernel"][:5] for kernel in found["kernels"]] == ["fused", "void "]
 
 
 def test_needs_a_gpu(monkeypatch, capsys):

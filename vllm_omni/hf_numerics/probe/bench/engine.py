@@ -108,8 +108,8 @@ def _time_arm(spec: EngineSpec, arm: Arm, log: Path, first: bool) -> ArmResult:
     prompts = max(1, spec.step_tokens // spec.prompt)
     prefill = {"requests": min(prompts, spec.requests), "prompt": spec.prompt, "tokens": 1}
     prefilled = prefill["requests"] * spec.prompt
-    # Prompts of one token: every step is a decode step.
-    steps = {"requests": spec.requests, "prompt": 1, "tokens": 33}
+    # Prompts of one token: every step is a decode step, the first ones of the requests that have arrived.
+    steps = {"requests": spec.requests, "prompt": 1, "tokens": 128}
     started = time.monotonic()
     with Side(engine_side.MODULE, asdict(rollout), _environment(arm), log) as side:
         side.call(do="facts")
@@ -126,8 +126,8 @@ def _time_arm(spec: EngineSpec, arm: Arm, log: Path, first: bool) -> ArmResult:
             result.experts_hit = side.call(do="experts_hit", **decode)
         if first and spec.profile:
             result.profiles = {
-                "decode": {"steps": steps["tokens"], "rows": spec.requests} | side.call(do="profile", **steps),
-                "prefill": {"steps": 1, "rows": prefilled} | side.call(do="profile", **prefill),
+                "decode": {"unit": "step", "rows": spec.requests} | side.call(do="profile", **steps),
+                "prefill": {"unit": "prefill", "rows": prefilled} | side.call(do="profile", **prefill),
             }
     return result
 

@@ -58,15 +58,18 @@ def show(console: Console, spec: EngineSpec, results: Mapping[str, ArmResult], e
 
 def _kernels(title: str, profile: Mapping[str, Any]) -> Table:
     total = sum(kernel["us"] for kernel in profile["kernels"])
-    table = Table(title=f"{title}: {total / profile['steps'] / 1e3:.2f} ms of kernels a step")
+    unit = profile["unit"]
+    units = profile["steps"] if unit == "step" else 1
+    steps = "" if unit == "step" else f", in {profile['steps']} steps"
+    table = Table(title=f"{title}: {total / units / 1e3:.2f} ms of kernels a {unit}{steps}")
     table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=60)
-    for name in ("calls a step", "us a step", "share"):
+    for name in (f"calls a {unit}", f"us a {unit}", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     for kernel in profile["kernels"][:_KERNELS_SHOWN]:
         table.add_row(
             kernel["kernel"],
-            f"{kernel['calls'] / profile['steps']:.1f}",
-            f"{kernel['us'] / profile['steps']:.1f}",
+            f"{kernel['calls'] / units:.1f}",
+            f"{kernel['us'] / units:.1f}",
             f"{100 * kernel['us'] / total:.1f} %",
         )
     return table

@@ -46,10 +46,10 @@ class BenchRollout(Rollout):
         return self._run(requests, prompt, tokens)[0]
 
     def profile(self, requests: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """`seconds` with every kernel's time; the seconds contain the profiler's own."""
+        """`seconds`, the steps that it took and every kernel's time; the seconds contain the profiler's own."""
         self.engine.collective_rpc("hf_numerics_profile_start")
         seconds, _ = self._run(requests, prompt, tokens)
-        return {"seconds": seconds, "kernels": self.engine.collective_rpc("hf_numerics_profile_stop")[0]}
+        return {"seconds": seconds, **self.engine.collective_rpc("hf_numerics_profile_stop")[0]}
 
     def experts_hit(self, requests: int, prompt: int, tokens: int) -> list[float]:
         """Of each layer, how many experts a decode step of all requests reads, on average over some steps.

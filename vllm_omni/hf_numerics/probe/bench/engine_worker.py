@@ -25,8 +25,8 @@ class BenchWorkerExtension(ProbeWorkerExtension):
         torch.cuda.synchronize()
         self._hf_numerics_profiler.start()
 
-    def hf_numerics_profile_stop(self) -> list[dict[str, Any]]:
-        """Calls and microseconds of each kernel since the start, longest first."""
+    def hf_numerics_profile_stop(self) -> dict[str, Any]:
+        """``steps`` since the start, and of all of them calls and microseconds of each kernel, longest first."""
         torch.cuda.synchronize()
         profiler = self._hf_numerics_profiler
         del self._hf_numerics_profiler
@@ -36,7 +36,10 @@ class BenchWorkerExtension(ProbeWorkerExtension):
             for event in profiler.key_averages()
             if event.self_device_time_total > 0
         ]
-        return sorted(kernels, key=lambda kernel: -kernel["us"])
+        # Every layer writes its keys and values once a step.
+        written = sum(kernel["calls"] for kernel in kernels if "reshape_and_cache" in kernel["kernel"])
+        steps = written // self.model_config.hf_text_config.num_hidden_layers
+        return {"steps": steps, "kernels": sorted(kernels, key=lambda kernel: -kernel["us"])}
 
     def hf_numerics_watch_experts(self) -> None:
         """Keep the expert ids of every step from now on; steps that replay a CUDA graph are not seen."""
