@@ -31,8 +31,8 @@ SAMPLER = Path(__file__).with_name("staged_entry.py")
 ENTRIES = ("omni", "async-omni", "serve", "pipeline")
 CONTROL = "serve-off"
 MEMORY = "    gpu_memory_utilization: 0.2\n    kv_cache_memory_bytes: 2000000000\n"
-# The other two stages on the thinker's GPU; nothing else of them changes.
-DUMMY = f'  - stage_id: {{stage}}\n    devices: "0"\n    load_format: dummy\n{MEMORY}'
+# The other two stages on the thinker's GPU, with no more graphs to capture than these requests need.
+DUMMY = f'  - stage_id: {{stage}}\n    devices: "0"\n    load_format: dummy\n    max_num_seqs: 8\n{MEMORY}'
 # vLLM-Omni has ids of the released vocabulary in its code: it sizes the talker's prompt by the first four.
 RELEASED_VOCABULARY = 152064
 RELEASED_IDS = {
