@@ -80,6 +80,19 @@ def test_commands_in_the_docs_are_those_of_the_results():
     assert all(f"$ {command}\n" in text for command in commands)
 
 
+def test_soak_is_the_result_file():
+    result = _result("soak-h200.json")
+    assert result["passed"] and result["differing"] == 0 and result["ended"] is None and result["seconds"] > 600
+    page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    words, environment = " ".join(page.split()), result["environment"]
+    assert f"$ {result['command']}\n" in page
+    counted = f"0 of {result['compared']:,} log-probs differ"
+    assert f"{counted} over {result['rounds']} rounds in {result['seconds']:.0f} s" in words
+    assert counted in (ROOT / "docs" / "features" / "matrix.md").read_text(encoding="utf-8")
+    assert f"preempted {result['preemptions']} times; {result['cached_tokens']:,} prompt tokens" in words
+    assert f"{environment['date'][:10]}, commit {environment['plugin_commit']}" in words
+
+
 def test_sharded_trainer_is_the_result_file():
     result = _result("fsdp2-h200.json")
     environment = result["right"]["environment"]

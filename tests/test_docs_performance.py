@@ -41,7 +41,8 @@ def test_tables_are_the_result_files(tables):
 def test_every_kernel_is_in_one_group_and_the_sum_is_theirs(tables):
     for arm in json.loads(tables.PROFILE.read_text())["arms"].values():
         for profile in arm.values():
-            total = sum(kernel["us"] for kernel in profile["kernels"]) / profile["steps"] / 1e3
+            units = profile["steps"] if profile["unit"] == "step" else 1
+            total = sum(kernel["us"] for kernel in profile["kernels"]) / units / 1e3
             groups = tables._grouped(profile)
             assert sum(groups.values()) == pytest.approx(total) and groups["the rest"] < 0.01 * total
 
@@ -62,7 +63,7 @@ def test_ops_were_equal_before_they_were_timed(tables):
 def test_words_of_the_page_are_the_files(tables):
     runs = json.loads(tables.ENGINE.read_text())["runs"]
     hit = runs[0]["arms"]["hf-numerics"]["experts_hit"]
-    assert f"{min(hit):.0f} to\n{max(hit):.0f} of a layer's 128 experts" in PAGE
+    assert f"reads {min(hit):.1f} to {max(hit):.1f} of a layer's 128 experts" in PAGE
     for run in runs:
         environment = run["environment"]
         assert f"torch {environment['versions']['torch']}, triton {environment['versions']['triton']}" in PAGE
@@ -70,9 +71,22 @@ def test_words_of_the_page_are_the_files(tables):
         assert environment["hardware"] == "NVIDIA H200"
         assert run["arms"]["hf-numerics"]["facts"]["fingerprint"]["exact"] is True
     assert all(len(run["arms"]) == 2 for run in runs) and "after two arms" in PAGE  # goes once three ran together
-    speed = tables.prefill()
-    own, stock = speed["hf-numerics"], speed["stock"]
-    assert f"{own:,.0f} tokens/s against stock's {stock:,.0f} ({own / stock:.2f} of it)" in PAGE
+    command, written = runs[0]["command"], "--json engine.json --profile profile.json"
+    assert f"$ {command} {written}\n" in PAGE
+
+
+def test_words_about_prefills_are_the_files(tables):
+    newest, before, invariant = json.loads(tables.ENGINE.read_text())["runs"]
+    words = " ".join(PAGE.split())
+    stock = [run["ratios"]["prefill"]["stock"] for run in (newest, before)]
+    batch_invariant = invariant["ratios"]["prefill"]["stock-batch-invariant"]
+    assert f"{stock[0]:.3f} and {stock[1]:.3f} of stock in these runs, {batch_invariant:.3f} of stock with" in words
+    best = [max(newest["arms"][name]["prefill"]) for name in ("hf-numerics", "stock")]
+    assert f"({best[0]:,.0f} tokens/s against {best[1]:,.0f})" in words
+    profiles = {name: arm["prefill"] for name, arm in json.loads(tables.PROFILE.read_text())["arms"].items()}
+    own, theirs = (sum(tables._grouped(profiles[name]).values()) for name in ("hf-numerics", "stock"))
+    assert f"({own:.0f} against {theirs:.0f} ms for 8192 tokens, below)" in words
+    assert {profile["steps"] for profile in profiles.values()} == {2} and "(32 prompts), in two steps" in PAGE
 
 
 def test_shares_of_the_copy_on_the_page_are_the_files(tables):
@@ -84,6 +98,12 @@ def test_shares_of_the_copy_on_the_page_are_the_files(tables):
         assert f"{op} at {shares[op, 4096]} and {shares[op, 8192]} %" in words
     norm = shares["rms_norm", 4096], shares["rms_norm", 8192]
     assert f"rms_norm moves its bytes at {norm[0]} and {norm[1]} %" in words
+    flops = [
+        case["teraflops"]
+        for case in result["cases"]
+        if case["rows"] == 8192 and case["op"].startswith("linear") and case["op"] != "linear gate"
+    ]
+    assert f"the linear layers run at {min(flops):.0f} to {max(flops):.0f} TFLOP/s" in words
     assert shares["experts", 32] == shares["linear lm_head", 32] == "86" and "experts are at 86 %" in words
 
 
@@ -99,10 +119,12 @@ def test_experts_are_near_the_memory_limit(tables):
 
 
 def test_the_ratios_on_other_pages_are_these(tables):
-    ratios: dict[str, float] = {}
-    for run in json.loads(tables.ENGINE.read_text())["runs"]:
-        ratios |= run["ratios"]["decode"]
+    newest, before, invariant = (run["ratios"] for run in json.loads(tables.ENGINE.read_text())["runs"])
+    step = json.loads(tables.TRAINER.read_text())["ratios"]["step"]["hf-numerics"]
     for page in ("README.md", "docs/features/hf_numerics.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-        assert f"{ratios['stock-batch-invariant']:.3f} times as fast as the stock" in text
-        assert f"{ratios['stock']:.3f} times as fast as stock without batch invariance" in text
+        assert f"{invariant['decode']['stock-batch-invariant']:.3f} times as fast as the stock" in text
+        both = f"{newest['decode']['stock']:.3f} and {before['decode']['stock']:.3f} times"
+        assert f"{both} as fast as stock without batch invariance" in text
+        assert f"{newest['prefill']['stock']:.2f} to {before['prefill']['stock']:.2f}" in text
+        assert f"{1 / step:.2f} times transformers' time" in text

@@ -33,32 +33,32 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def _spread(values: list[float]) -> str:
+    return f"{median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+
+
 def engine(path: Path = ENGINE) -> list[str]:
-    """A row for each arm of each run: tokens a second of decoding, median and extremes, and the mode over it."""
+    """A row for each arm of each run: tokens a second of whole runs and of prefills, median and extremes, and the mode
+    over it in both."""
     rows = []
     for run in _read(path)["runs"]:
+        largest = run["spec"]["rollout"]["engine"]["compilation_config"]["cudagraph_capture_sizes"][-1]
         for name, arm in run["arms"].items():
-            over = run["ratios"]["decode"].get(name)
-            decode = f"{median(arm['decode']):,.0f} ({min(arm['decode']):,.0f} to {max(arm['decode']):,.0f})"
-            memory = f"{arm['facts']['memory']['used'] / 1e9:.2f} GB"
-            commit = run["environment"]["plugin_commit"]
-            rows.append(
-                f"| {NAMES[name]} | {commit} | {decode} | {'-' if over is None else f'{over:.3f}'} | {memory} |"
-            )
+            cells = [NAMES[name], run["environment"]["plugin_commit"], str(largest)]
+            for figure in ("decode", "prefill"):
+                over = run["ratios"][figure].get(name)
+                cells += [_spread(arm[figure]), "-" if over is None else f"{over:.3f}"]
+            rows.append(f"| {' | '.join(cells)} | {arm['facts']['memory']['used'] / 1e9:.2f} GB |")
     return rows
 
 
-def prefill(path: Path = ENGINE) -> dict[str, float]:
-    """Of the newest run, by arm: median tokens a second of prefills of one step."""
-    return {name: median(arm["prefill"]) for name, arm in _read(path)["runs"][0]["arms"].items()}
-
-
 def _grouped(profile: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds a step of each group."""
+    """Milliseconds of each group: a step, or a whole prefill."""
     sums = dict.fromkeys(GROUPS, 0.0)
+    units = profile["steps"] if profile["unit"] == "step" else 1
     for kernel in profile["kernels"]:
         group = next(group for group, parts in GROUPS.items() if any(part in kernel["kernel"] for part in parts))
-        sums[group] += kernel["us"] / profile["steps"] / 1e3
+        sums[group] += kernel["us"] / units / 1e3
     return sums
 
 
