@@ -21,7 +21,9 @@ DTYPES = ["bf16", "fp16", "fp32"]
 KERNELS = {
     "rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": False}, 4, 1),
     "rms_norm 128": (rms_norm.rms_norm_kernel, {"BLOCKS": 1, "HAS_RESIDUAL": False}, 4, 1),
+    "rms_norm 2048, float32 weight": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": False}, 4, 1),
     "add_rms_norm 2048": (rms_norm.rms_norm_kernel, {"BLOCKS": 2, "HAS_RESIDUAL": True}, 4, 1),
+    "add_rms_norm 8192": (rms_norm.rms_norm_kernel, {"BLOCKS": 8, "HAS_RESIDUAL": True}, 4, 1),
     "add_deepstack 2048": (add_deepstack.add_deepstack_kernel, {"BLOCK": 2048}, 4, 0),
     "qk_norm_rope 128": (qk_norm_rope.qk_norm_rope_kernel, {"D": 128, "HEADS": 4}, 1, 4),
     "qk_norm_rope 16": (qk_norm_rope.qk_norm_rope_kernel, {"D": 16, "HEADS": 4}, 1, 4),
@@ -33,6 +35,8 @@ KERNELS = {
 def compiled(name: str, capability: int, dtype: str):
     """The kernel for a GPU that need not be here, with pointers and strides aligned as the launchers see to."""
     kernel, constants, warps, _ = KERNELS[name]
+    # A float32 weight gives a float32 result.
+    wide = {"weight_ptr": "*fp32", "normed_ptr": "*fp32"} if "float32 weight" in name else {}
     signature, values, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -40,6 +44,7 @@ def compiled(name: str, capability: int, dtype: str):
             continue
         other = {"eps": "fp32", "ids_ptr": "*i64"}.get(argument, "i32")
         signature[argument] = f"*{dtype}" if argument.endswith("_ptr") and argument != "ids_ptr" else other
+        signature[argument] = wide.get(argument, signature[argument])
         if argument != "eps":
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, aligned)

@@ -36,7 +36,7 @@ def _columns(block: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, residual_ptr, column, N, HAS_RESIDUAL: tl.constexpr):
-    """What the norm reads, once: the cache need not keep it."""
+    """The cache need not keep these: after an add nothing reads them again, a first layer's x only the next norm."""
     x = tl.load(x_ptr + column, mask=column < N, other=0.0, eviction_policy="evict_first")
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + column, mask=column < N, other=0.0, eviction_policy="evict_first")
@@ -49,7 +49,7 @@ def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, N, eps,
     BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, in registers between its sum and its scaling. The flattened [256, 4] over 128 threads is the
+    """One row a program, in registers between its sum and its scaling: up to 64 elements a thread. The flattened [256, 4] over 128 threads is the
     tree of vLLM's ``mean_kernel``: it loads float32 in blocks of 1024, four neighbours a thread, and adds the blocks'
     sums. Flat bfloat16 loads get eight, and a sum over one axis of a larger tensor takes another order."""
     row = tl.program_id(0).to(tl.int64)
