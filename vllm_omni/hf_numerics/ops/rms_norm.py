@@ -49,9 +49,12 @@ def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, N, eps,
     BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, in registers between its sum and its scaling: up to 64 elements a thread. The flattened [256, 4] over 128 threads is the
-    tree of vLLM's ``mean_kernel``: it loads float32 in blocks of 1024, four neighbours a thread, and adds the blocks'
-    sums. Flat bfloat16 loads get eight, and a sum over one axis of a larger tensor takes another order."""
+    """One row a program, in registers between its sum and its scaling: up to 64 elements a thread.
+
+    The flattened [256, 4] over 128 threads is the tree of vLLM's ``mean_kernel``: it loads float32 in blocks of 1024,
+    four neighbours a thread, and adds the blocks' sums. Flat bfloat16 loads get eight, and a sum over one axis of a
+    larger tensor takes another order.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
