@@ -153,7 +153,7 @@ def _compare_tails(whole: dict[str, torch.Tensor], tail: dict[str, torch.Tensor]
 def _neighbours(prompt: list[int], count: int = 3) -> list[list[int]]:
     """Other prompts from the same tokens, each longer: vLLM orders a batch by arrival or by length, shortest first.
 
-    So the prompt's rows come first either way, which is where `taps.VllmCapture` takes them from.
+    So the prompt's rows come first either way, which is where `taps_vllm.VllmCapture` takes them from.
     """
     draw = random.Random(len(prompt))
     return [[draw.choice(prompt) for _ in range(len(prompt) + 1 + number)] for number in range(count)]

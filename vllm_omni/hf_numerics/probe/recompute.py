@@ -236,7 +236,7 @@ class Trainer:
 
     def capture(self, prompt: list[int], out: str, numerics: str, inject: dict[str, Any] | None = None) -> list[str]:
         """Run one prompt and write what its rows were after every op to ``out``; returns the names of the ops."""
-        from vllm_omni.hf_numerics.probe.taps import capture_transformers
+        from vllm_omni.hf_numerics.probe.taps_transformers import capture_transformers
 
         with set_numerics(self.model, numerics):
             return capture_transformers(self.model, prompt, Path(out), inject)

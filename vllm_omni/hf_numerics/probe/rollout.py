@@ -188,7 +188,7 @@ class Rollout:
         Args:
             prompts: tokens of each request; together they fit one step.
             out: safetensors file to write.
-            inject: see `taps.VllmCapture`.
+            inject: see `taps_vllm.VllmCapture`.
             cached: prefill the first prompt beforehand, so that its whole blocks come from the prefix cache and only
                 its last rows are computed and written.
 

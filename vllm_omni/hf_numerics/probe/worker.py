@@ -139,7 +139,7 @@ class ProbeWorkerExtension:
 
     def hf_numerics_capture_start(self, inject: dict[str, Any] | None) -> None:
         """Begin to record what every op of the thinker gives; ``inject`` perturbs one of them."""
-        from vllm_omni.hf_numerics.probe.taps import VllmCapture
+        from vllm_omni.hf_numerics.probe.taps_vllm import VllmCapture
 
         self._hf_numerics_capture = VllmCapture(thinker_of(self.get_model()), inject)
 
