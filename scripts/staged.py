@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ CONTROL = "serve-off"
 MEMORY = "    gpu_memory_utilization: 0.2\n    kv_cache_memory_bytes: 2000000000\n"
 # The other two stages on the thinker's GPU, with no more graphs to capture than these requests need.
 DUMMY = f'  - stage_id: {{stage}}\n    devices: "0"\n    load_format: dummy\n    max_num_seqs: 8\n{MEMORY}'
+EAGER = "    enforce_eager: true\n"  # code2wav, whose chunks are longer than any graph that would be captured
+SHUTDOWN = 20.0  # seconds that an entry point has for it once its answer is there
 # vLLM-Omni has ids of the released vocabulary in its code: it sizes the talker's prompt by the first four.
 RELEASED_VOCABULARY = 152064
 RELEASED_IDS = {
@@ -60,7 +63,7 @@ def deploy_file(folder: Path, pipeline: bool = False) -> Path:
     text = text.replace("../../deploy/", f"{upstream}/deploy/")
     text = text.replace("  - stage_id: 0\n", f"  - stage_id: 0\n{MEMORY}")
     if pipeline:
-        text += "".join(DUMMY.format(stage=stage) for stage in (1, 2))
+        text += "".join(DUMMY.format(stage=stage) for stage in (1, 2)) + EAGER
     target = folder / name
     target.write_text(text, encoding="utf-8")
     return target
@@ -94,14 +97,20 @@ def _run_entry(entry: str, checkpoint: Path, deploy: Path, folder: Path, limit: 
     out, log = folder / f"{entry}.json", folder / f"{entry}.log"
     command = [sys.executable, str(SAMPLER), entry, str(checkpoint), str(deploy), str(out)]
     environment = {**os.environ, "VLLM_BATCH_INVARIANT": "1", "HF_HUB_OFFLINE": "1"}
+    environment["VLLM_OMNI_INPUT_WAIT_TIMEOUT_S"] = "60"  # a stage that waits in vain says so within the limit
+    out.unlink(missing_ok=True)  # an answer of an earlier run
+    given_up = time.monotonic() + limit
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
         try:
-            process.wait(limit)
+            while process.poll() is None and not out.exists() and time.monotonic() < given_up:
+                time.sleep(0.2)
+            process.wait(SHUTDOWN if out.exists() else 0)
         except subprocess.TimeoutExpired:
-            print(f"{entry}: given up after {limit:g} s", flush=True)
+            if not out.exists():
+                print(f"{entry}: given up after {limit:g} s", flush=True)
         finally:
             try:
                 os.killpg(process.pid, signal.SIGKILL)  # stages outlive their parent

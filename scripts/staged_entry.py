@@ -48,12 +48,9 @@ def sample_omni(checkpoint: str, deploy: str, requests: list[list[int]]) -> list
     from vllm_omni.entrypoints.omni import Omni
 
     omni = Omni(model=checkpoint, deploy_config=deploy)
-    try:
-        inputs = [{"prompt_token_ids": ids} for ids in requests]
-        outputs = omni.generate(inputs, [SamplingParams(**SAMPLING)], use_tqdm=False)
-        return [_scored(output) for output in sorted(outputs, key=lambda o: int(o.request_id.split("_")[0]))]
-    finally:
-        omni.close()
+    inputs = [{"prompt_token_ids": ids} for ids in requests]
+    outputs = omni.generate(inputs, [SamplingParams(**SAMPLING)], use_tqdm=False)
+    return [_scored(output) for output in sorted(outputs, key=lambda o: int(o.request_id.split("_")[0]))]
 
 
 def sample_pipeline(checkpoint: str, deploy: str, requests: list[list[int]]) -> list[dict[str, Any]]:
@@ -62,22 +59,20 @@ def sample_pipeline(checkpoint: str, deploy: str, requests: list[list[int]]) -> 
     from vllm_omni.entrypoints.omni import Omni
 
     omni = Omni(model=checkpoint, deploy_config=deploy)
-    try:
-        _, talker, code2wav = omni.default_sampling_params_list
-        talker = talker.clone()
-        talker.max_tokens = CODEC_FRAMES
-        inputs = [{"prompt_token_ids": ids} for ids in requests]
-        outputs = omni.generate(inputs, [SamplingParams(**SAMPLING), talker, code2wav], use_tqdm=False)
-        by_number: dict[int, dict[str, Any]] = {number: {"audio_samples": 0} for number in range(len(requests))}
-        for output in outputs:
-            mine = by_number[int(output.request_id.split("_")[0])]
-            if output.final_output_type == "audio":
-                audio = output.multimodal_output["audio"]  # one tensor, or several in a row
-                mine["audio_samples"] = sum(part.numel() for part in (audio if isinstance(audio, list) else [audio]))
-            else:
-                mine |= _scored(output)
-    finally:
-        omni.close()
+    _, talker, code2wav = omni.default_sampling_params_list
+    talker = talker.clone()
+    talker.max_tokens = CODEC_FRAMES
+    inputs = [{"prompt_token_ids": ids} for ids in requests]
+    outputs = omni.generate(inputs, [SamplingParams(**SAMPLING), talker, code2wav], use_tqdm=False)
+    by_number: dict[int, dict[str, Any]] = {number: {"audio_samples": 0} for number in range(len(requests))}
+    for output in outputs:
+        mine = by_number[int(output.request_id.split("_")[0])]
+        if output.final_output_type == "audio":
+            # One tensor, or several in a row; nothing where the talker's first token ended the speech.
+            audio = output.multimodal_output.get("audio", [])
+            mine["audio_samples"] = sum(part.numel() for part in (audio if isinstance(audio, list) else [audio]))
+        else:
+            mine |= _scored(output)
     return list(by_number.values())
 
 
@@ -93,10 +88,7 @@ async def _sample_async(checkpoint: str, deploy: str, requests: list[list[int]])
         *_, last = [output async for output in stream]
         return _scored(last)
 
-    try:
-        return list(await asyncio.gather(*(one(number, ids) for number, ids in enumerate(requests))))
-    finally:
-        omni.shutdown()
+    return list(await asyncio.gather(*(one(number, ids) for number, ids in enumerate(requests))))
 
 
 def sample_async_omni(checkpoint: str, deploy: str, requests: list[list[int]]) -> list[dict[str, Any]]:
@@ -145,7 +137,10 @@ def sample_serve(checkpoint: str, deploy: str, requests: list[list[int]], *optio
 
 
 def sample(entry: str, checkpoint: str, deploy: str, out: str) -> None:
-    """In the process of an entry point: sample and write what came."""
+    """In the process of an entry point: sample and write what came, whole or not at all.
+
+    Stages are not shut down here: that can take longer than the answer, and `staged.py` ends the process.
+    """
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     requests = prompts(config["thinker_config"]["text_config"]["vocab_size"])
     if entry == "pipeline":
@@ -157,7 +152,9 @@ def sample(entry: str, checkpoint: str, deploy: str, out: str) -> None:
     else:
         off = ("--additional-config.hf_numerics", "false") if entry == "serve-off" else ()
         found = sample_serve(checkpoint, deploy, requests, *off)
-    Path(out).write_text(json.dumps(found))
+    writing = Path(f"{out}.writing")
+    writing.write_text(json.dumps(found))
+    writing.rename(out)
 
 
 if __name__ == "__main__":

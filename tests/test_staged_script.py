@@ -4,6 +4,7 @@
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def test_pipeline_is_the_shipped_file_with_dummy_stages_on_one_gpu(staged, tmp_p
         assert (stage.load_format, stage.devices) == ("dummy", "0")
         assert "hf_numerics" not in str(stage)
     assert others[0].moe_backend == "triton" and others[1].async_scheduling is False  # the rest is upstream's
+    assert others[1].enforce_eager is True and not others[0].enforce_eager
 
 
 def test_pipeline_checkpoint_starts_three_stages_with_the_ids_in_vllm_omnis_code(staged, tmp_path, resolve):
@@ -139,3 +141,25 @@ def test_an_entry_point_that_dies_shows_its_log(staged, tmp_path, capsys):
     found = staged._run_entry("omni", tmp_path / "no-checkpoint", tmp_path / "deploy.yaml", tmp_path, 60)
     assert found is None and "omni: no answer; the end of its log" in capsys.readouterr().out
     assert "no-checkpoint" in (tmp_path / "omni.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "program, limit, answer",
+    [
+        ("Path(out).write_text('[1]'); time.sleep(60)", 30, [1]),  # its stages do not shut down
+        ("Path(out).write_text('[1]')", 30, [1]),
+        ("time.sleep(60)", 0.5, None),
+        ("raise SystemExit(3)", 30, None),
+    ],
+)
+def test_an_answer_counts_once_it_is_there(staged, tmp_path, monkeypatch, capsys, program, limit, answer):
+    sampler = tmp_path / "sampler.py"
+    sampler.write_text(f"import sys, time\nfrom pathlib import Path\nout = sys.argv[4]\n{program}\n")
+    monkeypatch.setattr(staged, "SAMPLER", sampler)
+    monkeypatch.setattr(staged, "SHUTDOWN", 0.1)
+    (tmp_path / "omni.json").write_text('["of an earlier run"]')
+    started = time.monotonic()
+    assert staged._run_entry("omni", tmp_path, tmp_path, tmp_path, limit) == answer
+    assert time.monotonic() - started < 20
+    printed = capsys.readouterr().out
+    assert ("omni: no answer" in printed) is (answer is None) and ("given up after" in printed) is (limit == 0.5)
