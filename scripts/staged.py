@@ -5,11 +5,11 @@
     python scripts/staged.py FOLDER [--entries omni async-omni serve pipeline] [--limit 150]
 
 Each entry point samples random prompts with a small random thinker (the deploy file for rollouts, one stage), in a
-process of its own that is given up after LIMIT seconds. "pipeline" is `Omni` with all three stages: the same thinker
-with the released vocabulary, talker and code2wav of dummy weights; it has to make audio of every answer. Then
-transformers teacher-forces every sequence, aligned, with the formula of the v1 sampler, which staged workers use. A
-last server with the mode off is the control. Logs and staged.json go to FOLDER. Exit code 0: every log-prob is equal
-and the control differs; 1: not so, or one failed.
+process of its own that is given up after LIMIT seconds (pipeline: three times that). "pipeline" is `Omni` with all
+three stages: the same thinker with the released vocabulary, talker and code2wav of dummy weights; it has to make audio
+of every answer. Then transformers teacher-forces every sequence, aligned, with the formula of the v1 sampler, which
+staged workers use. A last server with the mode off is the control. Logs and staged.json go to FOLDER. Exit code 0:
+every log-prob is equal and the control differs; 1: not so, or one failed.
 """
 
 import argparse
@@ -139,7 +139,8 @@ def _differing(thinker: Any, found: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _verdict(entry: str, sequences: list[dict[str, Any]] | None, thinker: Callable[[], Any]) -> dict[str, Any]:
-    compared, differing = (0, 0) if sequences is None else _differing(thinker(), sequences)
+    answered = sequences is not None and all("bits" in sequence for sequence in sequences)
+    compared, differing = _differing(thinker(), sequences) if answered else (0, 0)
     passed = compared > 0 and (differing > compared / 2 if entry == CONTROL else differing == 0)
     result: dict[str, Any] = {"entry": entry, "compared": compared, "differing": differing}
     if entry == "pipeline" and sequences is not None:

@@ -84,8 +84,10 @@ def test_soak_is_the_result_file():
     result = _result("soak-h200.json")
     assert result["passed"] and result["differing"] == 0 and result["ended"] is None and result["seconds"] > 600
     page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
-    words, environment = " ".join(page.split()), result["environment"]
-    assert f"$ {result['command']}\n" in page
+    section = page[page.index("## A ten-minute soak") :].partition("\n## ")[0]
+    words, environment = " ".join(section.split()), result["environment"]
+    assert f"$ {result['command']}\n" in section
+    assert f"{result['spec']['rollout']['engine']['num_gpu_blocks_override']} blocks of 32 tokens" in words
     counted = f"0 of {result['compared']:,} log-probs differ"
     assert f"{counted} over {result['rounds']} rounds in {result['seconds']:.0f} s" in words
     assert counted in (ROOT / "docs" / "features" / "matrix.md").read_text(encoding="utf-8")

@@ -85,7 +85,11 @@ def test_words_about_prefills_are_the_files(tables):
     assert f"({best[0]:,.0f} tokens/s against {best[1]:,.0f})" in words
     profiles = {name: arm["prefill"] for name, arm in json.loads(tables.PROFILE.read_text())["arms"].items()}
     own, theirs = (sum(tables._grouped(profiles[name]).values()) for name in ("hf-numerics", "stock"))
-    assert f"({own:.0f} against {theirs:.0f} ms for 8192 tokens, below)" in words
+    assert f"nearly the same kernels ({own:.0f} against {theirs:.0f} ms, below)" in words
+    walls = [profiles[name]["seconds"] * 1e3 for name in ("hf-numerics", "stock")]
+    assert f"it took {walls[0]:.0f} ms against {walls[1]:.0f} with the profiler on" in words
+    counts = [len(run["arms"]["hf-numerics"]["prefill"]) for run in (newest, before, invariant)]
+    assert counts == [15, 15, 3] and "of 15 (fd58a0e: of 3)" in words
     assert {profile["steps"] for profile in profiles.values()} == {2} and "(32 prompts), in two steps" in PAGE
 
 
@@ -104,6 +108,11 @@ def test_shares_of_the_copy_on_the_page_are_the_files(tables):
         if case["rows"] == 8192 and case["op"].startswith("linear") and case["op"] != "linear gate"
     ]
     assert f"the linear layers run at {min(flops):.0f} to {max(flops):.0f} TFLOP/s" in words
+    at_most = {case["op"]: case for case in result["cases"] if case["rows"] == 8192}
+    assert f"gate, 128 wide, at {at_most['linear gate']['teraflops']:.0f})" in words
+    assert f"reaches {shares['mrope_cos_sin', 8192]} % of the copy's bandwidth" in words
+    route = at_most["route"]["microseconds"]
+    assert f"route at 8192 rows takes {route['hf-numerics'] / route['stock']:.2f} times stock's time" in words
     assert shares["experts", 32] == shares["linear lm_head", 32] == "86" and "experts are at 86 %" in words
 
 
@@ -119,12 +128,16 @@ def test_experts_are_near_the_memory_limit(tables):
 
 
 def test_the_ratios_on_other_pages_are_these(tables):
-    newest, before, invariant = (run["ratios"] for run in json.loads(tables.ENGINE.read_text())["runs"])
-    step = json.loads(tables.TRAINER.read_text())["ratios"]["step"]["hf-numerics"]
+    runs, trainer = json.loads(tables.ENGINE.read_text())["runs"], json.loads(tables.TRAINER.read_text())
+    newest, before, invariant = (run["ratios"] for run in runs)
+    step = trainer["ratios"]["step"]["hf-numerics"]
     for page in ("README.md", "docs/features/hf_numerics.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         assert f"{invariant['decode']['stock-batch-invariant']:.3f} times as fast as the stock" in text
-        both = f"{newest['decode']['stock']:.3f} and {before['decode']['stock']:.3f} times"
-        assert f"{both} as fast as stock without batch invariance" in text
-        assert f"{newest['prefill']['stock']:.2f} to {before['prefill']['stock']:.2f}" in text
-        assert f"{1 / step:.2f} times transformers' time" in text
+        both = [f"{run['ratios']['decode']['stock']:.3f} ({run['environment']['date'][:10]})" for run in runs[:2]]
+        assert f"{' and '.join(both)} times as fast as stock without batch invariance" in text
+        assert f"batch-invariant engine's ({runs[2]['environment']['date'][:10]})" in text or (
+            f"with batch invariance on ({runs[2]['environment']['date'][:10]})" in text
+        )
+        assert f"{newest['prefill']['stock']:.2f} to {before['prefill']['stock']:.2f} of the tokens a second" in text
+        assert f"{1 / step:.2f} times transformers' time ({trainer['environment']['date'][:10]}" in text

@@ -104,6 +104,7 @@ ANSWER = [{"prompt": [1, 2], "tokens": [3, 4], "bits": [0, 1]}]
         ({"serve-off": (96, 0)}, 1920, False),  # a control that agrees proves nothing
         ({"serve-off": (96, 96), "serve": None}, 1920, False),  # no answer
         ({"serve-off": (96, 96)}, 0, False),  # a pipeline without audio
+        ({"serve-off": (96, 96)}, None, False),  # audio of an answer that is not there
     ],
 )
 def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, audio, passed):
@@ -115,10 +116,14 @@ def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, audio, passed
         asked.append(entry)
         if differing.get(entry, ()) is None:
             return None
-        return [{**ANSWER[0], "audio_samples": audio}] if entry == "pipeline" else ANSWER
+        if entry != "pipeline":
+            return ANSWER
+        return [{"audio_samples": 1920}] if audio is None else [{**ANSWER[0], "audio_samples": audio}]
 
-    answers = [differing.get(entry, (96, 0)) for entry in (*staged.ENTRIES, "serve-off")]
-    outcomes = iter([answer for answer in answers if answer is not None])
+    answers = {entry: differing.get(entry, (96, 0)) for entry in (*staged.ENTRIES, "serve-off")}
+    if audio is None:
+        answers["pipeline"] = None
+    outcomes = iter([answer for answer in answers.values() if answer is not None])
     monkeypatch.setattr(staged, "_run_entry", run_entry)
     monkeypatch.setattr(staged, "_differing", lambda thinker, found: next(outcomes))
     for name in ("thinker_checkpoint", "pipeline_checkpoint"):
@@ -132,7 +137,9 @@ def test_verdict(staged, tmp_path, monkeypatch, capsys, differing, audio, passed
     assert asked == [*staged.ENTRIES, "serve-off"]
     result = json.loads((tmp_path / "staged.json").read_text())
     assert result["passed"] is passed and [one["entry"] for one in result["entries"]] == asked
-    assert [one["entry"] for one in result["entries"] if one.get("audio_samples") == [audio]] == ["pipeline"]
+    assert [
+        one["entry"] for one in result["entries"] if one.get("audio_samples") == [1920 if audio is None else audio]
+    ] == ["pipeline"]
     assert str(tmp_path) not in json.dumps(result)
     assert "serve-off: " in capsys.readouterr().out
 

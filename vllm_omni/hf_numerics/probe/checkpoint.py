@@ -70,7 +70,7 @@ _HEAD_GAIN = 4.0
 # Norm weights of exactly 1 would hide where the rounding before the weight multiply is missing.
 _NORM_SPREAD = 0.1
 # Counts changes of the tokenizer.
-_FILES = 4
+_TOKENIZER = 4
 
 
 def _text_config(preset: Preset) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def write_checkpoint(preset: Preset, folder: Path, seed: int, dtype: str) -> Pat
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     identity = json.dumps(
-        [asdict(preset), _whole_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _FILES], sort_keys=True
+        [asdict(preset), _whole_config(preset), seed, dtype, _HEAD_GAIN, _NORM_SPREAD, _TOKENIZER], sort_keys=True
     )
     target = folder / f"thinker-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (target / "config.json").exists():

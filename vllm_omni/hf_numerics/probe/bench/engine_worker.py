@@ -38,7 +38,10 @@ class BenchWorkerExtension(ProbeWorkerExtension):
         ]
         # Every layer writes its keys and values once a step.
         written = sum(kernel["calls"] for kernel in kernels if "reshape_and_cache" in kernel["kernel"])
-        steps = written // self.model_config.hf_text_config.num_hidden_layers
+        layers = self.model_config.hf_text_config.num_hidden_layers
+        steps, rest = divmod(written, layers)
+        if steps == 0 or rest:
+            raise RuntimeError(f"needed a write of keys and values for each of {layers} layers a step; got {written}")
         return {"steps": steps, "kernels": sorted(kernels, key=lambda kernel: -kernel["us"])}
 
     def hf_numerics_watch_experts(self) -> None:
