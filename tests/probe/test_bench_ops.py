@@ -2,13 +2,15 @@
 """``bench ops``: every case has the bits that it must have; what a result amounts to, and how it is shown."""
 
 import json
+import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from rich.console import Console
 
-from vllm_omni.hf_numerics.probe import options
+from vllm_omni.hf_numerics.probe import options, timing
 from vllm_omni.hf_numerics.probe.bench import ops, ops_report
 from vllm_omni.hf_numerics.probe.bench.ops_cases import MODE, STOCK, TRANSFORMERS, Case, cases
 from vllm_omni.hf_numerics.probe.checkpoint import text_config_of
@@ -68,8 +70,8 @@ def test_bytes_and_operations(tiny):
 
 
 RESULT = ops.CaseResult(
-    "rms_norm", 4096, {TRANSFORMERS: 171.0, STOCK: 14.8, MODE: 10.0}, {TRANSFORMERS: True, STOCK: False},
-    TRANSFORMERS, 3355.4, 0.81, None, [],
+    "rms_norm", 4096, {TRANSFORMERS: 171.0, STOCK: 14.8, MODE: 10.0}, {TRANSFORMERS: 60.4, MODE: 25.125},
+    {TRANSFORMERS: True, STOCK: False}, TRANSFORMERS, 3355.4, 0.81, None, [],
 )  # fmt: skip
 
 
@@ -81,7 +83,9 @@ def _shown(*results: ops.CaseResult) -> str:
 
 def test_table():
     experts = replace(RESULT, op="experts", teraflops=430.2, launched=[TRANSFORMERS], microseconds={MODE: 5.0})
-    lines = [" ".join(line.replace("│", " ").split()) for line in _shown(RESULT, experts).splitlines()]
+    fewer = replace(RESULT, rows=32, host_microseconds={STOCK: 31.0, MODE: 24.4})
+    lines = [" ".join(line.replace("│", " ").split()) for line in _shown(RESULT, experts, fewer).splitlines()]
+    assert "rms_norm - 31 24" in lines and "experts 60 - 25" in lines  # what Python takes, at the fewest rows
     assert "rms_norm 4096 171.0 14.8 ≠ 10.0 17.10 1.48 3,355 81 % -" in lines
     assert "experts 4096 - - 5.0 - - 3,355 81 % 430" in lines
     assert "a large copy reads and writes 4,100 GB/s" in lines
@@ -98,6 +102,21 @@ def test_json():
         "stock": 14.8,
         "hf-numerics": 10.0,
     }
+    assert data["host_microseconds"] == {"transformers": 60.4, "hf-numerics": 25.12}
+
+
+def test_host_time_is_pythons_and_leaves_the_warm_up_out(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    seen = []
+
+    def call(number: int) -> None:
+        seen.append(number)
+        time.sleep(0.1 if len(seen) <= 16 else 0.002)
+
+    times = timing.host_microseconds([partial(call, number) for number in range(20)])
+    assert seen == list(range(16)) * 6 and len(waited) == 7  # no more calls in a row than a device's queue takes
+    assert len(times) == 5 and all(2_000 <= value < 50_000 for value in times)
 
 
 def test_unusable_without_the_variable_or_a_gpu(monkeypatch, capsys):
@@ -120,4 +139,6 @@ def test_on_a_gpu(tmp_path, monkeypatch):
     assert main(["bench", "ops", "--rows", "1", "33", "--json", str(out)]) == options.EQUAL
     data = json.loads(out.read_text())
     assert len(data["cases"]) == 2 * (len(OPS) + len(LINEAR)) and data["copy_gigabytes_per_second"] > 0
-    assert all(time > 0 for case in data["cases"] for time in case["microseconds"].values())
+    for figures in ("microseconds", "host_microseconds"):
+        assert all(value > 0 for case in data["cases"] for value in case[figures].values())
+        assert all(set(case[figures]) == set(case["microseconds"]) for case in data["cases"])

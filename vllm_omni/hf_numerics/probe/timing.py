@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of calls on a CUDA device, without what Python takes to make them."""
+"""Times of calls on a CUDA device, without what Python takes to make them; and what Python takes."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["captured_microseconds", "launched_microseconds"]
+__all__ = ["captured_microseconds", "host_microseconds", "launched_microseconds"]
 
 _REPLAYS = 5
+# Calls in a row whose launches a device's queue takes without making the host wait.
+_QUEUED = 16
 
 
 def _repeated(run: Callable[[], Any], count: int) -> list[float]:
@@ -44,3 +47,20 @@ def launched_microseconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
             call()
 
     return _repeated(run, len(calls))
+
+
+def host_microseconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Of one call, until Python has launched it; where the device takes longer, that is not in it.
+
+    A step that no CUDA graph holds costs this for every op, and the device waits where its own work is shorter.
+    """
+    chosen = list(calls[:_QUEUED])
+    times = []
+    for _ in range(_REPLAYS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for call in chosen:
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / len(chosen))
+    torch.cuda.synchronize()
+    return times[1:]  # the first is the warm-up

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_omni.hf_numerics.probe.bench.ops_cases import MODE, Case
-from vllm_omni.hf_numerics.probe.timing import captured_microseconds, launched_microseconds
+from vllm_omni.hf_numerics.probe.timing import captured_microseconds, host_microseconds, launched_microseconds
 
 __all__ = ["CaseResult", "copy_bandwidth", "equal_arms", "same_bits", "timed"]
 
@@ -22,12 +22,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CaseResult:
     """Of one case: median microseconds by arm, which arms have the mode's bits, and what the mode's time amounts to.
 
+    ``host_microseconds``: of Python, for a call that no CUDA graph holds.
     ``share_of_copy``: the mode's gigabytes a second over those of a large copy.
     """
 
     op: str
     rows: int
     microseconds: dict[str, float]
+    host_microseconds: dict[str, float]
     equal: dict[str, bool]
     equal_to: str
     gigabytes_per_second: float
@@ -42,8 +44,11 @@ class CaseResult:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""
-        times = {arm: round(value, 2) for arm, value in self.microseconds.items()}
-        return {**asdict(self), "microseconds": times, "passed": self.passed}
+        rounded = {
+            name: {arm: round(value, 2) for arm, value in getattr(self, name).items()}
+            for name in ("microseconds", "host_microseconds")
+        }
+        return {**asdict(self), **rounded, "passed": self.passed}
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -90,17 +95,19 @@ def timed(cases: Iterator[Case], copy: float, done: Callable[[CaseResult], Any])
     """
     results = []
     for case in cases:
-        equal, times = equal_arms(case), {}
+        equal, times, host = equal_arms(case), {}, {}
         for arm, run in case.arms.items():
             calls = [partial(run, copy_index) for copy_index in range(case.copies)]
             measure = launched_microseconds if arm in case.launched else captured_microseconds
             times[arm] = median(measure(calls))
+            host[arm] = median(host_microseconds(calls))
         speed = case.moved / times[MODE] / 1e3
         results.append(
             CaseResult(
                 case.op,
                 case.rows,
                 times,
+                host,
                 equal,
                 case.equal_to,
                 round(speed, 1),

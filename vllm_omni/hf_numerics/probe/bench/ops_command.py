@@ -16,8 +16,9 @@ def add_parser(commands: Any) -> None:
         "ops",
         help="microseconds of each op: transformers, stock vLLM, and the mode",
         description="Run each op of a thinker's layer by transformers' code, by stock vLLM and by the mode, compare "
-        "their bits, then time them inside CUDA graphs over inputs that do not fit the cache. Needs a CUDA device and "
-        "VLLM_BATCH_INVARIANT=1. Exit code 0: measured; 1: an op of the mode has other bits than it must.",
+        "their bits, then time them inside CUDA graphs over inputs that do not fit the cache, and Python alone. Needs "
+        "a CUDA device and VLLM_BATCH_INVARIANT=1. Exit code 0: measured; 1: an op of the mode has other bits than it "
+        "must.",
         epilog="example: VLLM_BATCH_INVARIANT=1 hf-numerics bench ops --preset real --json ops.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``bench ops`` prints."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +24,22 @@ def _over(result: CaseResult, arm: str) -> str:
     return f"{times[arm] / times[MODE]:.2f}" if arm in times else "-"
 
 
-def show(console: Console, results: Iterable[CaseResult], copy: float) -> None:
-    """Microseconds of every arm, ratios, and the mode's time against the copy bandwidth."""
+def _host(results: Sequence[CaseResult]) -> Table:
+    """What Python takes for a call of each op, at its fewest rows."""
+    table = Table(title="microseconds of Python to launch a call that no CUDA graph holds")
+    table.add_column("op", no_wrap=True)
+    arms = (TRANSFORMERS, STOCK, MODE)
+    for name in arms:
+        table.add_column(name, justify="right")
+    for op in dict.fromkeys(result.op for result in results):
+        fewest = min((result for result in results if result.op == op), key=lambda result: result.rows)
+        times = fewest.host_microseconds
+        table.add_row(op, *(f"{times[arm]:,.0f}" if arm in times else "-" for arm in arms))
+    return table
+
+
+def show(console: Console, results: Sequence[CaseResult], copy: float) -> None:
+    """Microseconds of every arm, ratios, the mode's time against the copy bandwidth, and what Python takes."""
     table = Table(title="microseconds a call; ≠: other bits than the mode's; *: launched from Python, not captured")
     table.add_column("op", no_wrap=True)
     over = (f"{TRANSFORMERS} over it", f"{STOCK} over it")
@@ -42,4 +56,5 @@ def show(console: Console, results: Iterable[CaseResult], copy: float) -> None:
             "-" if result.teraflops is None else f"{result.teraflops:,.0f}",
         )
     console.print(table)
+    console.print(_host(results))
     console.print(f"a large copy reads and writes {copy:,.0f} GB/s", highlight=False)
