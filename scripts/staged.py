@@ -99,13 +99,13 @@ def _run_entry(entry: str, checkpoint: Path, deploy: Path, folder: Path, limit: 
     environment = {**os.environ, "VLLM_BATCH_INVARIANT": "1", "HF_HUB_OFFLINE": "1"}
     environment["VLLM_OMNI_INPUT_WAIT_TIMEOUT_S"] = "60"  # a stage that waits in vain says so within the limit
     out.unlink(missing_ok=True)  # an answer of an earlier run
-    given_up = time.monotonic() + limit
+    deadline = time.monotonic() + limit
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
         try:
-            while process.poll() is None and not out.exists() and time.monotonic() < given_up:
+            while process.poll() is None and not out.exists() and time.monotonic() < deadline:
                 time.sleep(0.2)
             process.wait(SHUTDOWN if out.exists() else 0)
         except subprocess.TimeoutExpired:

@@ -70,6 +70,8 @@ def test_words_of_the_page_are_the_files(tables):
         assert f"{environment['date'][:10]} (commit {environment['plugin_commit']}" in PAGE
         assert environment["hardware"] == "NVIDIA H200"
         assert run["arms"]["hf-numerics"]["facts"]["fingerprint"]["exact"] is True
+    starts = [run["arms"]["hf-numerics"]["start_seconds"][0] for run in runs]
+    assert "the mode alone took {:.0f},\n{:.0f} and {:.0f} s in the three runs".format(*starts) in PAGE
     assert all(len(run["arms"]) == 2 for run in runs) and "after two arms" in PAGE  # goes once three ran together
     command, written = runs[0]["command"], "--json engine.json --profile profile.json"
     assert f"$ {command} {written}\n" in PAGE

@@ -89,11 +89,10 @@ def test_shown(spec, results):
     assert "fused_moe_kernel 330.0 66000.0 66.7 %" in lines
 
 
-def test_steps_of_a_profile_are_counted(monkeypatch):
-    """An engine of 48 layers wrote its cache 1632 times: 34 steps, not the 33 tokens that each request sampled."""
-
+def _stopped(monkeypatch, writes: int) -> dict:
+    """What a worker of 48 layers reports whose profile has that many writes to the KV cache."""
     events = [
-        SimpleNamespace(key="void vllm::reshape_and_cache_flash_kernel<...>", count=1632, self_device_time_total=3.0),
+        SimpleNamespace(key="void vllm::reshape_and_cache_flash_kernel<...>", count=writes, self_device_time_total=3.0),
         SimpleNamespace(key="fused_moe_kernel", count=3264, self_device_time_total=9.0),
         SimpleNamespace(key="cudaLaunchKernel", count=7, self_device_time_total=0),
     ]
@@ -101,9 +100,20 @@ def test_steps_of_a_profile_are_counted(monkeypatch):
     worker.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=48))
     worker._hf_numerics_profiler = SimpleNamespace(stop=lambda: None, key_averages=lambda: events)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = worker.hf_numerics_profile_stop()
+    return worker.hf_numerics_profile_stop()
+
+
+def test_steps_of_a_profile_are_counted(monkeypatch):
+    """34 of them, not the 33 tokens that each request sampled."""
+    found = _stopped(monkeypatch, 1632)
     assert found["steps"] == 34
     assert [kernel["kernel"][:5] for kernel in found["kernels"]] == ["fused", "void "]
+
+
+@pytest.mark.parametrize("writes", [0, 1633])
+def test_a_profile_without_whole_steps_is_an_error(monkeypatch, writes):
+    with pytest.raises(RuntimeError, match=f"each of 48 layers a step; got {writes}"):
+        _stopped(monkeypatch, writes)
 
 
 def test_needs_a_gpu(monkeypatch, capsys):
