@@ -194,6 +194,60 @@ def test_thinkers_own_forward_with_a_padded_batch(build_thinker, transformers_th
     assert_bitwise_equal(payload["hidden_states"]["layers"][2][:TOKENS], hidden_states[2])
 
 
+def _thinkers_forward(built, inputs):
+    built.clear(fill=0.0)
+    with built.step((0, 0, TOKENS)):
+        return built.thinker(None, POSITIONS, inputs_embeds=inputs.embeds)
+
+
+def test_a_full_graphs_replay_keeps_the_picture(build_thinker, transformers_thinker):
+    """A capture runs ``forward`` with no picture stored, and no Python at the replay: what it then does to the levels
+    it does at every replay. Stock clears them there, so that the picture is lost."""
+    inputs = Inputs(torch.bfloat16)
+    expected, _, _ = _run_transformers(transformers_thinker(), inputs)
+    found = {}
+    for name, built in (("stock", build_thinker(None)), ("mode", build_thinker(ON))):
+        for count in (TOKENS, 0):  # of the rows stored; at a capture 0
+            built.thinker._set_deepstack_input_embeds(inputs.levels)
+            built.thinker.deepstack_input_embeds_num_tokens = count
+            found[name, count] = _thinkers_forward(built, inputs)
+    assert_bitwise_equal(found["mode", 0], expected)
+    assert_bitwise_equal(found["mode", TOKENS], expected)
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(found["stock", 0], found["stock", TOKENS])
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS - 1, TOKENS, TOKENS + 2])
+def test_a_step_does_not_see_the_picture_of_the_one_before(build_thinker, tokens):
+    """A replay does not clear what it has read: the next step's embedding does, for as many rows as either had."""
+    inputs, built = Inputs(torch.bfloat16), build_thinker(ON)
+    built.thinker._set_deepstack_input_embeds(inputs.levels)
+    built.thinker.embed_input_ids(torch.arange(tokens), [], is_multimodal=torch.zeros(tokens, dtype=torch.bool))
+    assert built.thinker.deepstack_input_embeds_num_tokens == 0
+    for level in built.thinker.deepstack_input_embeds:
+        assert_bitwise_equal(level, torch.zeros_like(level))
+
+
+def test_memory_that_was_lost_in_sleep_is_cleared(build_thinker):
+    """The levels are no parameters or buffers: sleep level 2 throws them away."""
+    built = build_thinker(ON)
+    for level in built.thinker.deepstack_input_embeds:
+        level.fill_(torch.nan)
+    built.thinker.embed_input_ids(torch.arange(5))
+    for level in built.thinker.deepstack_input_embeds:
+        assert_bitwise_equal(level[:5], torch.zeros_like(level[:5]))
+
+
+def test_the_levels_stay_where_captured_graphs_read_them(build_thinker):
+    built = build_thinker(ON)  # of 128 tokens a step
+    pointers = [level.data_ptr() for level in built.thinker.deepstack_input_embeds]
+    levels = built.thinker._get_deepstack_input_embeds(128)
+    assert [levels[f"deepstack_input_embeds_{i}"].data_ptr() for i in range(LEVELS)] == pointers
+    with pytest.raises(RuntimeError, match="needed at most max_num_batched_tokens = 128 tokens in a step; got 129"):
+        built.thinker._get_deepstack_input_embeds(129)
+    assert [level.data_ptr() for level in built.thinker.deepstack_input_embeds] == pointers
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_text_logits_equal_transformers(build_thinker, transformers_thinker, dtype):
     ids = torch.randint(480, (33,), generator=torch.Generator().manual_seed(1))

@@ -10,13 +10,18 @@ __all__ = ["one_tensor"]
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def one_tensor(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def one_tensor(weights: Iterable[tuple[str, torch.Tensor]], loaded: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand on what is to be loaded, without the LM head's second copy of the embedding.
 
     vLLM would load both into the one parameter, and the last one would win; transformers would not tie them.
 
+    Args:
+        weights: names and tensors.
+        loaded: the one parameter, ``[V, H]`` or padded to more rows: an update in pieces may bring the LM head after
+            the piece with the embedding.
+
     Raises:
-        ValueError: the weights bring an LM head that differs from the embedding in a bit, or without the embedding.
+        ValueError: the weights bring an LM head that differs from the embedding in a bit.
     """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
@@ -25,11 +30,13 @@ def one_tensor(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
             found[key] = tensor
         if key != _HEAD:
             yield name, tensor
-    if _HEAD not in found:
+    if (head := found.get(_HEAD)) is None:
         return
-    if _EMBEDDING not in found or not torch.equal(found[_HEAD], found[_EMBEDDING].to(found[_HEAD].device)):
-        other = "another embedding" if _EMBEDDING in found else "no embedding beside it"
+    embedding = found.get(_EMBEDDING, loaded[: head.shape[0]])
+    if not torch.equal(head.to(embedding.device, loaded.dtype), embedding.to(loaded.dtype)):
         raise ValueError(
-            f"needed one tensor for embedding and LM head, which tie_word_embeddings ties; got an LM head and {other}; "
-            "set tie_word_embeddings to false in the checkpoint's config, or leave lm_head.weight out"
+            "needed one tensor for embedding and LM head, which tie_word_embeddings ties; got an LM head that is not "
+            f"{'the embedding beside it' if _EMBEDDING in found else 'the embedding loaded before'}; leave "
+            "lm_head.weight out (in pieces: or send the embedding first), or set tie_word_embeddings to false in the "
+            "checkpoint's config"
         )

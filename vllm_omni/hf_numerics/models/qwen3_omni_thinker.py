@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as upstream
@@ -119,11 +120,47 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
             logger.warning(warning)
         logger.info(self.hf_numerics_fingerprint.log_line())
 
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Upstream's, after clearing the deepstack rows of this step and of the step before.
+
+        vLLM calls this once a step, outside of any CUDA graph.
+        """
+        if self.use_deepstack:
+            rows = max(input_ids.shape[0], self.deepstack_input_embeds_num_tokens)
+            for level in self.deepstack_input_embeds:
+                level[:rows].zero_()
+            self.deepstack_input_embeds_num_tokens = 0
+        return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+
+    def _get_deepstack_input_embeds(self, num_tokens: int) -> IntermediateTensors:
+        """The levels of the step's rows, each ``[num_tokens, H]``, as `embed_input_ids` left them.
+
+        Upstream clears rows here, in ``forward``, by a count that a graph's capture sees as 0: a full CUDA graph then
+        clears, at every replay, the levels that were stored a moment before, and the picture is lost.
+
+        Raises:
+            RuntimeError: more rows than the buffers have. Upstream takes new buffers, which captured graphs never read.
+        """
+        size = min((level.shape[0] for level in self.deepstack_input_embeds), default=num_tokens)
+        if num_tokens > size:
+            raise RuntimeError(
+                f"needed at most max_num_batched_tokens = {size} tokens in a step; got {num_tokens}; raise it"
+            )
+        return IntermediateTensors(
+            {f"deepstack_input_embeds_{i}": level[:num_tokens] for i, level in enumerate(self.deepstack_input_embeds)}
+        )
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Upstream's; see `layers.tied` for a thinker whose LM head is its embedding."""
         language_model = self.language_model
-        tied = language_model.lm_head.weight is language_model.model.embed_tokens.weight
-        return super().load_weights(one_tensor(weights) if tied else weights)
+        head, embedding = language_model.lm_head.weight, language_model.model.embed_tokens.weight
+        return super().load_weights(one_tensor(weights, embedding.data) if head is embedding else weights)
 
     def _make_fingerprint(self, vllm_config: VllmConfig, facts: requirements_check.EngineFacts) -> Fingerprint:
         layer = self.language_model.model.layers[0]

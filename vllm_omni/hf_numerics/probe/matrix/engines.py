@@ -34,11 +34,14 @@ def _graphs(mode: str, **compilation: Any) -> dict[str, Any]:
     return {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": _SIZES, **compilation}}
 
 
-def _media(name: str, step_tokens: int) -> Engine:
+def _media(name: str, step_tokens: int, requests: int = 8, graphs: dict[str, Any] | None = None) -> Engine:
     """Prompts come as text, with images, videos and audio."""
     media = {"image": 2, "video": 1, "audio": 1}
     arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": media, "worker_extension_cls": _MEDIA_WORKER}
-    return Engine(name, {**arguments, "max_num_batched_tokens": step_tokens, "max_num_seqs": 8}, checkpoint="media")
+    arguments |= {"max_num_batched_tokens": step_tokens, "max_num_seqs": requests, **(graphs or {})}
+    if graphs is None:
+        return Engine(name, arguments, checkpoint="media")
+    return Engine(name, arguments, "graphs", checkpoint="media", devices=_CUDA)
 
 
 def _cached(name: str, hf_numerics: bool) -> Engine:
@@ -60,6 +63,9 @@ _ALL = (
     Engine("tied", {"max_num_batched_tokens": 33, "max_num_seqs": 8}, checkpoint="tied"),
     _media("media", 512),
     _media("media-chunked", 40),
+    _media("media-full", 64, graphs=_graphs("FULL")),
+    # Every step is one token, of a prompt too: what FULL_AND_PIECEWISE runs from a full graph.
+    _media("media-single", 1, requests=1, graphs=_graphs("FULL_AND_PIECEWISE")),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
     Engine("piecewise", _graphs("PIECEWISE", custom_ops=["none"]), "graphs", devices=_CUDA),

@@ -63,8 +63,17 @@ def generate_media(
     from vllm import SamplingParams
 
     score = {"prompt_logprobs": 0} if score_prompt else {}
+    # Of text: a sampled placeholder would be a picture without pixels to transformers. Raw log-probs are as without.
+    config = rollout.engine.llm_engine.model_config.hf_config
+    text = list(range(getattr(config, "thinker_config", config).audio_token_id))  # the first of the special ones
     sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False, **score
+        max_tokens=max_tokens,
+        temperature=1.0,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        allowed_token_ids=text,
+        **score,
     )
     if not cached:
         rollout.engine.llm_engine.reset_encoder_cache()

@@ -12,9 +12,10 @@ from vllm_omni.hf_numerics.probe.matrix.bench import Bench
 from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, Part
 from vllm_omni.hf_numerics.probe.matrix.rows import CONTROL, Row
 
-__all__ = ["CHUNKED", "ENGINE", "ROWS"]
+__all__ = ["CHUNKED", "ENGINE", "FULL", "ROWS", "SINGLE"]
 
-ENGINE, CHUNKED = "media", "media-chunked"
+ENGINE, CHUNKED, FULL, SINGLE = "media", "media-chunked", "media-full", "media-single"
+_CUDA = ("cuda",)
 # Image and video sizes are multiples of 32 pixels, a token each.
 _IMAGE = ["Look: ", (IMAGE, 1, 64, 96), " and tell."]
 _TWO_IMAGES = ["One ", (IMAGE, 2, 96, 64), ", two ", (IMAGE, 3, 128, 160), ": which?"]
@@ -65,6 +66,15 @@ def _chunked(bench: Bench) -> None:
     bench.observe(budget=budget, lengths=seen["lengths"])
 
 
+def _graph(bench: Bench) -> None:
+    """A capture sees no picture: nothing that it records may clear what a step has stored."""
+    mode, sizes = bench.facts["cudagraph_mode"], bench.facts["capture_sizes"]
+    bench.need(mode.startswith("FULL"), "full CUDA graphs", mode)
+    bench.need({1, 64} <= set(sizes) or bench.facts["max_num_batched_tokens"] == 1, "sizes 1 and 64", sizes)
+    for prompt in (_IMAGE, _LARGE, _TWO_IMAGES, _VIDEO, _MIXED):
+        bench.check_media([prompt], bench.tokens(8))
+
+
 def _control(control: str) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         bench.sample_media([_TWO_IMAGES], bench.tokens(8))
@@ -85,4 +95,8 @@ ROWS = (
     Row("media-control-deepstack", "negative control: no deepstack", ENGINE, _control("no deepstack"), CONTROL),
     Row("media-control-positions", "negative control: positions of text", ENGINE, _control("text positions"), CONTROL),
     Row("media-chunked", "chunk boundaries inside an image", CHUNKED, _chunked),
+    Row("media-full-graph", "images, video and audio in full CUDA graphs", FULL, _graph, devices=_CUDA),
+    Row("media-full-graph-text", "text after an image in full CUDA graphs", FULL, _text_after, devices=_CUDA),
+    Row("media-single", "an image token by token in decode graphs", SINGLE, _graph, devices=_CUDA),
+    Row("media-single-text", "text after an image, token by token", SINGLE, _text_after, devices=_CUDA),
 )
