@@ -2,6 +2,7 @@
 """Every refusal on its own, all of them at once, and the facts that are read from a real engine configuration."""
 
 import dataclasses
+import inspect
 
 import pytest
 
@@ -43,6 +44,7 @@ REFUSED = [
     ("rope_parameters", {**ROPE, "mrope_interleaved": False}, "mrope_interleaved=true", "got false"),
     ("dual_chunk_attention", True, "plain attention", "dual_chunk_attention_config"),
     ("sliding_window", 4096, "full attention", "sliding_window=4096"),
+    ("attention_bias", True, "attention_bias false", "got true"),
     ("head_dim", 64, "head_dim 128 on CUDA", "got 64"),
     ("hidden_act", "gelu", "hidden_act 'silu'", "'gelu'"),
     ("num_experts", 0, "experts in every decoder layer", "num_experts=0"),
@@ -209,14 +211,28 @@ def test_moe_backend_name_is_vllms():
 @pytest.mark.parametrize("resolved", ["FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "flash_attn", ""])
 def test_attention_backend_refused_on_cuda(resolved):
     with pytest.raises(HFNumericsRefusal) as caught:
-        checks.check_attention_backend("cuda", resolved, "layers.0")
+        checks.check_attention_backend("cuda", resolved, 3, "layers.0")
     message = str(caught.value)
     assert "layers.0" in message and repr(resolved) in message and "attention_backend='FLASH_ATTN'" in message
 
 
 def test_attention_backend_accepted():
-    checks.check_attention_backend("cuda", "FLASH_ATTN", "layers.0")
-    checks.check_attention_backend("cpu", "CPU_ATTN", "layers.0")
+    checks.check_attention_backend("cuda", "FLASH_ATTN", 3, "layers.0")
+    checks.check_attention_backend("cpu", "CPU_ATTN", None, "layers.0")
+
+
+@pytest.mark.parametrize("version", [2, 4, None])
+def test_another_flash_attention_is_refused_on_cuda(version):
+    """The trainer has no vLLM config: it runs 3 whatever ``attention_config.flash_attn_version`` says."""
+    with pytest.raises(HFNumericsRefusal, match=f"needed FlashAttention 3 at layers.0.*; got version {version}; use"):
+        checks.check_attention_backend("cuda", "FLASH_ATTN", version, "layers.0")
+
+
+def test_flash_attention_version_is_where_it_is_read():
+    """vLLM's implementation names the version that it resolved as `layers.attention` reads it."""
+    from vllm.v1.attention.backends import flash_attn
+
+    assert "self.vllm_flash_attn_version = get_flash_attn_version(" in inspect.getsource(flash_attn.FlashAttentionImpl)
 
 
 def test_attention_backend_name_is_vllms():
@@ -275,6 +291,7 @@ REAL = {
     "hidden_act": (_text_config(hidden_act="gelu"), "hidden_act 'silu'; got 'gelu'"),
     "dense_layer": (_text_config(mlp_only_layers=[1]), "mlp_only_layers=[1]"),
     "sparse_step": (_text_config(decoder_sparse_step=2), "decoder_sparse_step=2"),
+    "attention_bias": (_text_config(attention_bias=True), "needed attention_bias false"),
     "shared_expert": (_text_config(shared_expert_intermediate_size=64), "shared_expert_intermediate_size=64"),
 }
 

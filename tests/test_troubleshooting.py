@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_omni" / "hf_numerics"
 # An op's check of its arguments is for who calls the op itself, and says all there is; `token_logprobs` is for users.
 OF_USERS = ("*.py", "layers/*.py", "models/*.py", "trainer/*.py", "ops/token_logprobs.py")
-OPENING = "hf_numerics cannot be exact here:"
+OPENINGS = ("hf_numerics cannot be exact here:", "align cannot be exact here:")
 ANY = "…"
 
 
@@ -32,7 +32,7 @@ def _parts(node: ast.expr) -> str | None:
 
 
 def _is_message(text: str) -> bool:
-    return text.startswith(("needed ", OPENING, "VLLM_BATCH_INVARIANT is not"))
+    return text.startswith(("needed ", *OPENINGS, "VLLM_BATCH_INVARIANT is not"))
 
 
 def _outermost(node: ast.AST) -> Iterator[str]:
@@ -105,6 +105,7 @@ EVERYTHING_WRONG = EngineFacts(
     rope_parameters={"rope_type": "yarn", "partial_rotary_factor": 0.5},
     dual_chunk_attention=True,
     sliding_window=128,
+    attention_bias=True,
     hidden_act="gelu",
     mlp_only_layers=(1,),
     shared_expert_size=64,
@@ -119,7 +120,8 @@ def test_what_the_engine_really_says_is_on_the_page():
     said += requirements_check.warnings(EngineFacts(batch_invariant=False))
     for judge in (
         lambda: check_moe_backend("cuda", "FLASHINFER", "auto", "layers.0"),
-        lambda: check_attention_backend("cuda", "TRITON_ATTN", "layers.0"),
+        lambda: check_attention_backend("cuda", "TRITON_ATTN", None, "layers.0"),
+        lambda: check_attention_backend("cuda", "FLASH_ATTN", 2, "layers.0"),
     ):
         with pytest.raises(requirements_check.HFNumericsRefusal) as raised:
             judge()

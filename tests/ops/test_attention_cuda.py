@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_omni.hf_numerics.requirements_check import CUDA_HEAD_DIM
+from vllm_omni.hf_numerics.model_requirements import CUDA_HEAD_DIM
 
 pytestmark = pytest.mark.cuda
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that the mode refuses, as pure functions of plain facts.
+"""Everything that the mode refuses to start with, as pure functions of plain facts.
 
-`EngineFacts.from_vllm_config` reads the facts, `refusals` judges them, `check` raises. What is only known once a
-layer exists (the resolved MoE and attention backends) is judged by `check_moe_backend` and
-`check_attention_backend`. Each message says what was needed, what was found and what to set.
+`EngineFacts.from_vllm_config` reads the facts, `refusals` judges them, `check` raises. The model's own config is judged
+by `model_requirements`, on the trainer's side too; what is only known once a layer exists (the resolved MoE and
+attention backends) by `check_moe_backend` and `check_attention_backend`. Each message says what was needed, what was
+found and what to set.
 """
 
 from collections.abc import Mapping
@@ -13,22 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.hf_numerics import versions
+from vllm_omni.hf_numerics.model_requirements import FLASH_ATTENTION, ModelFacts, model_refusals
 
 __all__ = [
-    "CUDA_HEAD_DIM",
     "EngineFacts",
     "HFNumericsRefusal",
     "check",
     "check_attention_backend",
     "check_moe_backend",
-    "head_dim_refusal",
     "native_mode",
     "refusals",
     "warnings",
 ]
 
-# Of the released thinkers, and the one head size that is proven exact on CUDA; see `head_dim_refusal`.
-CUDA_HEAD_DIM = 128
 _PLATFORMS = ("cuda", "cpu")
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -38,7 +36,7 @@ class HFNumericsRefusal(ValueError):
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineFacts(ModelFacts):
     """What the refusals are judged by; every default is the supported case."""
 
     platform: str = "cuda"
@@ -57,18 +55,6 @@ class EngineFacts:
     lora: bool = False
     speculative: str | None = None
     return_routed_experts: bool = False
-    rope_parameters: Mapping[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    )
-    dual_chunk_attention: bool = False
-    sliding_window: int | None = None
-    head_dim: int = 128
-    hidden_act: str = "silu"
-    num_experts: int = 128
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
-    shared_expert_size: int = 0
-    tied: tuple[bool, bool] = (False, False)  # tie_word_embeddings of the thinker and of its text model
     versions: Mapping[str, str | None] = field(default_factory=versions.installed_versions)
     native_mode: str | None = None
 
@@ -80,9 +66,9 @@ class EngineFacts:
 
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         hf_config = getattr(model.hf_config, "thinker_config", None) or model.hf_config
-        text = hf_config.get_text_config()
         speculative = vllm_config.speculative_config
         return cls(
+            **vars(ModelFacts.from_config(hf_config)),
             platform=current_platform.device_type,
             dtype=str(model.dtype).removeprefix("torch."),
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
@@ -99,22 +85,8 @@ class EngineFacts:
             lora=vllm_config.lora_config is not None,
             speculative=getattr(speculative, "method", None) or (None if speculative is None else "unnamed"),
             return_routed_experts=bool(getattr(model, "enable_return_routed_experts", False)),
-            rope_parameters=dict(text.rope_parameters or {}),
-            dual_chunk_attention=getattr(text, "dual_chunk_attention_config", None) is not None,
-            sliding_window=vllm_config.cache_config.sliding_window,
-            head_dim=model.get_head_size(),
-            hidden_act=text.hidden_act,
-            num_experts=text.num_experts,
-            decoder_sparse_step=text.decoder_sparse_step,
-            mlp_only_layers=tuple(text.mlp_only_layers or ()),
-            shared_expert_size=getattr(text, "shared_expert_intermediate_size", 0) or 0,
-            tied=(_ties(hf_config), _ties(text)),
             native_mode=native_mode(),
         )
-
-
-def _ties(config: Any) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def native_mode() -> str | None:
@@ -129,26 +101,6 @@ def native_mode() -> str | None:
             if "hf_numerics" in text or "vllm_omni::hf_" in text:
                 return str(source)
     return None
-
-
-def _rope_refusals(facts: EngineFacts) -> list[str]:
-    rope = facts.rope_parameters
-    found = []
-    if (kind := rope.get("rope_type", "default")) != "default":
-        found.append(f"needed rope_type 'default'; got {kind!r}; use a checkpoint without rope scaling")
-    if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        found.append(f"needed a rotary embedding of the whole head; got partial_rotary_factor={factor}; not covered")
-    sections = rope.get("mrope_section")
-    if not sections or len(sections) != 3:
-        found.append(f"needed mrope_section with three entries (time, height, width); got {sections!r}; not covered")
-    # transformers interleaves always; vLLM only where the checkpoint says so, and then the two would part.
-    if not (rope.get("mrope_interleaved") or rope.get("interleaved")):
-        found.append("needed mrope_interleaved=true in rope_parameters; got false; set it in the checkpoint's config")
-    if facts.dual_chunk_attention:
-        found.append("needed plain attention; got dual_chunk_attention_config; remove it from the config")
-    if facts.sliding_window is not None:
-        found.append(f"needed full attention; got sliding_window={facts.sliding_window}; remove it from the config")
-    return found
 
 
 def _parallel_refusals(facts: EngineFacts) -> list[str]:
@@ -185,46 +137,6 @@ def _feature_refusals(facts: EngineFacts) -> list[str]:
     return found
 
 
-def head_dim_refusal(head_dim: int) -> str | None:
-    """Why heads of that width cannot be exact on CUDA, or None.
-
-    Measured (tests/ops/test_attention_cuda.py, one H200): at 128 FlashAttention 3's paged decode has the bits of its
-    prefill; at 32 and 64 it has others once there are more keys than one tile holds. Other sizes were not tried.
-    """
-    if head_dim == CUDA_HEAD_DIM:
-        return None
-    return (
-        f"needed head_dim {CUDA_HEAD_DIM} on CUDA; got {head_dim}; use a checkpoint with such heads: at 32 and 64 "
-        "FlashAttention 3 decodes with other bits than it prefills, and other sizes are not proven"
-    )
-
-
-def _model_refusals(facts: EngineFacts) -> list[str]:
-    found = []
-    if facts.platform != "cpu" and (reason := head_dim_refusal(facts.head_dim)) is not None:
-        found.append(reason)
-    if facts.hidden_act != "silu":
-        found.append(f"needed hidden_act 'silu'; got {facts.hidden_act!r}; the experts' kernel computes SiLU alone")
-    if facts.num_experts < 1 or facts.decoder_sparse_step != 1 or facts.mlp_only_layers:
-        found.append(
-            "needed experts in every decoder layer; got "
-            f"num_experts={facts.num_experts}, decoder_sparse_step={facts.decoder_sparse_step}, "
-            f"mlp_only_layers={list(facts.mlp_only_layers)}; dense layers are not covered"
-        )
-    if facts.shared_expert_size:
-        found.append(
-            f"needed no shared expert; got shared_expert_intermediate_size={facts.shared_expert_size}; not covered"
-        )
-    thinker_ties, text_ties = facts.tied
-    if thinker_ties != text_ties:
-        # transformers reads the thinker's, vLLM the text model's: one side would tie its LM head and the other not.
-        found.append(
-            f"needed one tie_word_embeddings for thinker and text model; got {thinker_ties} and "
-            f"{text_ties}; set both in the checkpoint's config"
-        )
-    return found
-
-
 def refusals(facts: EngineFacts) -> list[str]:
     """Every reason why these facts cannot be exact; empty where the mode may start."""
     found = []
@@ -237,7 +149,7 @@ def refusals(facts: EngineFacts) -> list[str]:
         )
     if facts.dtype not in _DTYPES:
         found.append(f"needed dtype {' or '.join(_DTYPES)}; got {facts.dtype!r}; set --dtype bfloat16")
-    found += _parallel_refusals(facts) + _feature_refusals(facts) + _model_refusals(facts) + _rope_refusals(facts)
+    found += _parallel_refusals(facts) + _feature_refusals(facts) + model_refusals(facts, facts.platform)
     if (reason := versions.untested(facts.versions)) is not None:
         found.append(reason)
     if facts.native_mode is not None:
@@ -284,13 +196,26 @@ def check_moe_backend(platform: str, resolved: str, requested: str, layer: str) 
         )
 
 
-def check_attention_backend(platform: str, resolved: str, layer: str) -> None:
-    """Refuse every attention backend that the trainer side does not run too.
+def check_attention_backend(platform: str, resolved: str, flash_version: int | None, layer: str) -> None:
+    """Refuse every attention that the trainer side does not run too.
+
+    Args:
+        platform: "cuda" or "cpu".
+        resolved: the backend's name as vLLM resolved it, e.g. "FLASH_ATTN".
+        flash_version: of FlashAttention, as vLLM resolved it; None where there is none.
+        layer: the layer's prefix, for the message.
 
     Raises:
-        HFNumericsRefusal: on CUDA anything but FlashAttention.
+        HFNumericsRefusal: on CUDA anything but FlashAttention 3.
     """
-    if platform == "cuda" and resolved != "FLASH_ATTN":
+    if platform != "cuda":
+        return
+    if resolved != "FLASH_ATTN":
         raise HFNumericsRefusal(
             f"needed the FLASH_ATTN attention backend at {layer}; got {resolved!r}; set attention_backend='FLASH_ATTN'"
+        )
+    if flash_version != FLASH_ATTENTION:
+        raise HFNumericsRefusal(
+            f"needed FlashAttention {FLASH_ATTENTION} at {layer}, which the trainer runs; got version {flash_version}; "
+            "use a GPU of compute capability 9.0, and leave attention_config.flash_attn_version unset"
         )

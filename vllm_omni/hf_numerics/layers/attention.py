@@ -24,7 +24,12 @@ class HFNumericsAttention(Qwen3MoeAttention):
         self.q_norm = HFNumericsRMSNorm(self.head_dim, eps=rms_norm_eps)
         self.k_norm = HFNumericsRMSNorm(self.head_dim, eps=rms_norm_eps)
         self.rotary_emb = None  # one for all layers, in the text model
-        check_attention_backend(current_platform.device_type, self.attn.attn_backend.get_name(), prefix)
+        check_attention_backend(
+            current_platform.device_type,
+            self.attn.attn_backend.get_name(),
+            getattr(self.attn.impl, "vllm_flash_attn_version", None),
+            prefix,
+        )
         use_linear_op(self.qkv_proj, self.o_proj)
         if current_platform.is_cpu():
             cpu_reference.use_reference_attention(self.attn)

@@ -2,7 +2,7 @@
 """Random Qwen3-Omni checkpoints that the probe makes itself: nothing is downloaded.
 
 ``tiny`` is a few MB with everything that the mode touches: experts, q/k norm, interleaved M-RoPE, deepstack levels.
-``small`` is the same with heads of 128, which the mode needs on CUDA (`requirements_check.CUDA_HEAD_DIM`).
+``small`` is the same with heads of 128, which the mode needs on CUDA (`model_requirements.CUDA_HEAD_DIM`).
 ``real`` has the thinker's layer sizes; its towers stay small, because text goes past them. Weights are written by
 transformers for these. For ``real`` only the config is written, and both sides draw the same weights on their own
 device from a seed and each parameter's name (`seeded_weights`): 57 GB need not go through a disk.
