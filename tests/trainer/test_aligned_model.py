@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user does with an aligned model besides a forward: cast it, save it, compile it, generate with it."""
 
+import copy
+
 import pytest
 import torch
+import torch._inductor.config
 from transformers import DynamicCache
 
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
@@ -91,7 +94,7 @@ def test_autocast_changes_nothing_in_a_bfloat16_model(model):
 def test_autocast_of_float32_weights_is_refused(transformers_thinker):
     """Autocast keeps the residual stream in float32, which no rollout does: to go on would be silently inexact."""
     model = transformers_thinker().float()
-    with align(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+    with align(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="one of torch.float32"):
         _logits(model)
 
 
@@ -125,6 +128,60 @@ def test_compiled_by_dynamo(model):
     torch._dynamo.reset()
 
 
+def test_compiled_by_inductor(transformers_thinker):
+    """The default backend keeps a chain of bfloat16 operations in float32, unless told to round as eager does."""
+    model, ids = transformers_thinker(layers=1), torch.randint(480, (1, 64), generator=torch.Generator().manual_seed(1))
+
+    def hidden(text):
+        with torch.no_grad():
+            return text(input_ids=ids, use_cache=False).last_hidden_state
+
+    with align(model) as handle:
+        assert "Inductor's emulate_precision_casts, for the process" in handle.changes
+        expected = hidden(model.model)
+        assert_bitwise_equal(hidden(torch.compile(model.model)), expected)
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(emulate_precision_casts=False), pytest.raises(AssertionError):
+            assert_bitwise_equal(hidden(torch.compile(model.model)), expected)
+    torch._dynamo.reset()
+
+
+def test_align_and_undo_reach_a_model_that_was_compiled_before(model):
+    plain = _logits(model, use_cache=False)
+    with align(model):
+        expected = _logits(model, use_cache=False)
+    compiled = torch.compile(model, backend="eager")
+    assert_bitwise_equal(_logits(compiled, use_cache=False), plain)
+    with align(model):
+        assert_bitwise_equal(_logits(compiled, use_cache=False), expected)
+    assert_bitwise_equal(_logits(compiled, use_cache=False), plain)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "text, needed",
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "needed rope_type 'default'; got 'linear'"),
+        ({"hidden_act": "gelu"}, "needed hidden_act 'silu'; got 'gelu'"),
+        ({"attention_bias": True}, "needed attention_bias false; got true"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        ({"sliding_window": 8}, "needed full attention; got sliding_window=8"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_the_rollout_refuses_is_refused(model, text, needed):
+    """Aligned, it would compute other numbers than either side does, without a word."""
+    config = copy.deepcopy(model.config)
+    for name, value in text.items():
+        own = getattr(config.text_config, name)
+        setattr(config.text_config, name, {**own, **value} if isinstance(value, dict) else value)
+    other = type(model)._from_config(config, dtype=torch.bfloat16)
+    with pytest.raises(ValueError) as caught:
+        align(other)
+    assert str(caught.value).startswith("align cannot be exact here:\n  - needed ") and needed in str(caught.value)
+    assert "_hf_numerics_alignment" not in vars(other)
+
+
 def test_the_whole_qwen3_omni_model(tiny_checkpoint, model):
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
@@ -132,5 +189,5 @@ def test_the_whole_qwen3_omni_model(tiny_checkpoint, model):
     with align(model):
         expected = _logits(model)
     with align(whole) as handle:
-        assert align(whole.thinker) is handle
+        assert align(whole.thinker).changes is handle.changes
         assert_bitwise_equal(_logits(whole.thinker), expected)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GEMMs a thinker runs, on either side, and the proof of their tiles (see `tiles`)."""
 
+import functools
 import logging
 from typing import Any
 
@@ -8,15 +9,20 @@ import torch
 
 from vllm_omni.hf_numerics.ops import experts, linear, tiles
 
-__all__ = ["linear_shapes", "prove_tiles"]
+__all__ = ["head_dim", "linear_shapes", "prove_tiles"]
 
 logger = logging.getLogger(__name__)
+
+
+def head_dim(config: Any) -> int:
+    """Width of an attention head of a text config, which need not name it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
     """``(N, K)`` of every linear layer of a thinker's text config: vLLM's fused projection and transformers' parts."""
     hidden = config.hidden_size
-    query, key_value = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    query, key_value = (n * head_dim(config) for n in (config.num_attention_heads, config.num_key_value_heads))
     return {
         "qkv_proj": (query + 2 * key_value, hidden),
         "q_proj": (query, hidden),
@@ -35,6 +41,14 @@ def prove_tiles(config: Any, dtype: torch.dtype, device: torch.device) -> None:
         dtype: of weights and activations.
         device: where the proof runs; it needs some 200 MB for a moment, and the first time on a machine a minute.
     """
+    moe = (config.num_experts, config.moe_intermediate_size, config.hidden_size, config.num_experts_per_tok)
+    _prove(tuple(linear_shapes(config).values()), moe, dtype, device)
+
+
+@functools.cache
+def _prove(
+    linears: tuple[tuple[int, int], ...], moe: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
     table = tiles.load(torch.cuda.get_device_name(device))
     if not table.tiles:
         return  # no table for this device: vLLM's forced tiles run
@@ -44,8 +58,6 @@ def prove_tiles(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     logger.info(
         "HF numerics: tiles were proven under %s; proving them again under the installed versions", table.versions
     )
-    for width, inner in linear_shapes(config).values():
+    for width, inner in linears:
         linear.prove_tiles(width, inner, dtype, device)
-    experts.prove_tiles(
-        config.num_experts, config.moe_intermediate_size, config.hidden_size, config.num_experts_per_tok, dtype, device
-    )
+    experts.prove_tiles(*moe, dtype, device)

@@ -49,7 +49,7 @@ def _v2(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> to
     if temperature != 1.0:
         logits = torch.empty_like(_aligned(logits), dtype=torch.float32).copy_(logits)
         request = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
-        apply_temperature(logits, request, torch.tensor([temperature], device=logits.device))
+        apply_temperature(logits, request, torch.tensor([temperature], dtype=torch.float32, device=logits.device))
     return compute_token_logprobs(_aligned(logits), token_ids[:, None])[:, 0]
 
 

@@ -5,21 +5,26 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from vllm_omni.hf_numerics import versions
+from vllm_omni.hf_numerics.model_requirements import ModelFacts, head_dim_refusal, model_refusals
 from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (registers the op)
 from vllm_omni.hf_numerics.ops import proof
 from vllm_omni.hf_numerics.ops.mrope_cos_sin import default_inv_freq
-from vllm_omni.hf_numerics.ops.mrope_cos_sin import reference as cos_sin
-from vllm_omni.hf_numerics.requirements_check import head_dim_refusal
-from vllm_omni.hf_numerics.trainer.alignment import Alignment
-from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, LAYOUT_KEY, register_attention
+from vllm_omni.hf_numerics.trainer.alignment import Alignment, Borrowed
+from vllm_omni.hf_numerics.trainer.attention import (
+    ATTENTION_NAME,
+    LAYOUT_KEY,
+    flash_attention_refusal,
+    register_attention,
+)
+from vllm_omni.hf_numerics.trainer.batch_invariance import OVERRIDES
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME, register_experts
+from vllm_omni.hf_numerics.trainer.inductor import ROUNDINGS
 from vllm_omni.hf_numerics.trainer.layout import sequence_layout
 from vllm_omni.hf_numerics.trainer.norm import norm_forward
 from vllm_omni.hf_numerics.trainer.router import fused_router_forward, router_forward
@@ -56,18 +61,39 @@ def _rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
     if inv_freq.device != x.device:
         inv_freq = inv_freq.to(x.device)
         setattr(self, _EXACT_INV_FREQ, inv_freq)
-    cos, sin = cos_sin(positions, inv_freq, self.mrope_section, x.dtype)
+    cos, sin = torch.ops.hf_numerics.mrope_cos_sin(positions, inv_freq, self.mrope_section, x.dtype)
     return cos.view(batch, length, -1), sin.view(batch, length, -1)
 
 
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _check_config(config: Any, device: torch.device) -> None:
+    """Raise for a thinker that a rollout in the mode refuses as well."""
+    if found := model_refusals(ModelFacts.from_config(config), "cuda" if device.type == "cuda" else "cpu"):
+        raise ValueError("align cannot be exact here:\n" + "\n".join(f"  - {line}" for line in found))
 
 
-def _prepare_cuda(handle: Alignment, text: Any) -> None:
-    if (reason := head_dim_refusal(_head_dim(text.config))) is not None:
-        raise ValueError(reason)
-    handle.hold_overrides()
+def _prepare(handle: Alignment, text: Any, device: torch.device) -> None:
+    """What the process needs for a forward on that device."""
+    handle.hold(ROUNDINGS)
+    if device.type == "cuda":
+        for reason in (head_dim_refusal(proof.head_dim(text)), flash_attention_refusal()):
+            if reason is not None:
+                raise ValueError(reason)
+        handle.hold(OVERRIDES)
+
+
+def _check_stream(rotary: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the rotary embedding, which is given the embedded tokens: their dtype is the stream's.
+
+    A weight's would not do: FSDP2 may keep it in another dtype than the one that it computes in.
+    """
+    stream = args[0] if args else kwargs["x"]
+    if torch.is_autocast_enabled(stream.device.type) and torch.get_autocast_dtype(stream.device.type) != stream.dtype:
+        raise ValueError(
+            f"needed a residual stream in the rollout's dtype; got autocast over one of {stream.dtype}, as no rollout "
+            "has it; load the model in that dtype (FSDP2: param_dtype), or leave autocast"
+        )
+    if stream.device.type == "cuda":
+        proof.prove_tiles(rotary.config, stream.dtype, stream.device)
 
 
 def _with_layout(
@@ -77,16 +103,8 @@ def _with_layout(
     names = list(inspect.signature(type(text_model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    weights = text_model.embed_tokens.weight.dtype
-    if tokens.device.type == "cuda":
-        # Not in align alone: the model may have been moved, or sharded with offload.
-        _prepare_cuda(handle, text_model)
-        proof.prove_tiles(text_model.config, weights, tokens.device)
-    if torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type) != weights:
-        raise ValueError(
-            f"needed weights in the rollout's dtype; got autocast over {weights} weights, which keeps the residual "
-            "stream in another dtype than any rollout does; load the model in that dtype, or leave autocast"
-        )
+    # Not in align alone: the model may have been moved, sharded with offload, or unpickled in another process.
+    _prepare(handle, text_model.config, tokens.device)
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise ValueError("needed an empty KV cache; got a filled one: an aligned model teacher-forces whole sequences")
@@ -102,7 +120,8 @@ def _with_layout(
 
 
 def _set_forward(handle: Alignment, module: nn.Module, forward: Callable[..., Any]) -> None:
-    handle.set(module, "forward", MethodType(forward, module), f"{type(module).__name__}.forward")
+    # No bound method: pickle would look the function up in the module's class.
+    handle.set(module, "forward", functools.partial(forward, module), f"{type(module).__name__}.forward")
 
 
 def _set_implementations(handle: Alignment, text: Any) -> None:
@@ -120,7 +139,7 @@ def _set_implementations(handle: Alignment, text: Any) -> None:
 def _exact_rotary(handle: Alignment, rotary: Any) -> None:
     """Elementwise angles; and the CPU's frequencies where the buffer holds others (built on a GPU, or cast)."""
     config = rotary.config
-    exact = default_inv_freq(_head_dim(config), config.rope_parameters["rope_theta"])
+    exact = default_inv_freq(proof.head_dim(config), config.rope_parameters["rope_theta"])
     handle.set(rotary, _EXACT_INV_FREQ, exact)
     held = rotary.inv_freq
     if held.device.type != "meta" and (held.dtype != exact.dtype or not torch.equal(held, exact.to(held.device))):
@@ -133,11 +152,13 @@ def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
     adapted = next((name for name, module in thinker.named_modules() if hasattr(module, "lora_A")), None)
     if adapted is not None:
         raise ValueError(
-            f"needed plain weights; got a LoRA adapter at {adapted}; merge it, as the rollout must have too"
+            f"needed plain weights; got a LoRA adapter at {adapted}; merge_and_unload() it, as the rollout must have "
+            "its weights merged too"
         )
+    device = thinker.lm_head.weight.device
+    _check_config(thinker.config, device)
     handle.set(thinker, _HANDLE, handle)
-    if thinker.lm_head.weight.device.type == "cuda":
-        _prepare_cuda(handle, text)
+    _prepare(handle, text.config, device)
     register_attention()
     register_experts()
     _set_implementations(handle, text)
@@ -146,6 +167,7 @@ def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
         text.register_forward_pre_hook(functools.partial(_with_layout, handle), with_kwargs=True),
         "sequence layout hook",
     )
+    handle.add_hook(text.rotary_emb.register_forward_pre_hook(_check_stream, with_kwargs=True), "stream dtype hook")
     routers = {id(layer.mlp.gate) for layer in text.layers}
     norms = (type(text.norm), type(text.layers[0].input_layernorm))  # two classes of one formula
     for module in (*text.modules(), thinker.lm_head):
@@ -157,12 +179,13 @@ def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
             _set_forward(handle, module, norm_forward)
 
 
-def align(model: nn.Module, fused: bool = True) -> Alignment:
+def align(model: nn.Module, fused: bool = True) -> Alignment | Borrowed:
     """Make a thinker's forward equal the rollout's, bit for bit, on the device where it lies.
 
     Replaced on this instance only: the experts (`EXPERTS_NAME`), attention and its mask function (`ATTENTION_NAME`),
-    the GEMMs of linear layers, the rotary angles, and inverse frequencies that are not the CPU's bits. On CUDA
-    vLLM's batch-invariant aten overrides are installed for the process. Parameters and classes stay the user's.
+    the GEMMs of linear layers, the rotary angles, and inverse frequencies that are not the CPU's bits. For the process,
+    until `Alignment.undo`: Inductor rounds as eager does, and on CUDA vLLM's batch-invariant aten overrides are
+    installed. Parameters and classes stay the user's.
 
     Args:
         model: ``transformers.Qwen3OmniMoeThinkerForConditionalGeneration``, or a model that has one as ``.thinker``.
@@ -170,13 +193,14 @@ def align(model: nn.Module, fused: bool = True) -> Alignment:
             transformers' own code runs there, slower, as an independent witness.
 
     Returns:
-        The handle. Calling `align` again on an aligned model returns the same one, and a ``with`` block on that
-        second call ends nothing. A deep copy of an aligned model is aligned and has a handle of its own.
+        The handle, to undo or to use as a context manager. Calling `align` again on an aligned model returns a
+        `Borrowed` view of it, whose ``with`` block ends nothing. A deep copy of an aligned model is aligned and has
+        a handle of its own.
 
     Raises:
         TypeError: another model.
-        ValueError: a model with LoRA adapters, one that is aligned already with another ``fused``, or heads other
-            than 128 wide on CUDA.
+        ValueError: a config that the rollout refuses (`model_requirements`), a model with LoRA adapters, or one that
+            is aligned already with another ``fused``.
         RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1``. What CUDA needs is
             checked at the first forward for a model that is moved there later.
     """

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of an aligned model: what was changed, and how to put it back."""
 
+import weakref
+from copy import deepcopy
 from enum import Enum
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
-from vllm_omni.hf_numerics.trainer import batch_invariance
+from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
 
-__all__ = ["Alignment"]
+__all__ = ["Alignment", "Borrowed"]
 
 
 class _Absent(Enum):
@@ -33,9 +35,7 @@ class Alignment:
         self.fused = fused
         self._restore: list[tuple[Any, str, Any]] = []
         self._hooks: list[Any] = []
-        self._holds_overrides = False
-        self._fresh = True
-        self._levels: list[bool] = []
+        self._held: dict[ProcessWide, weakref.finalize] = {}
 
     def set(self, owner: Any, name: str, value: Any, change: str | None = None) -> None:
         """Set an attribute of a module or config, remembering what it was."""
@@ -50,13 +50,15 @@ class Alignment:
         self._hooks.append(hook)
         self.changes.append(change)
 
-    def hold_overrides(self) -> None:
-        """Keep vLLM's batch-invariant overrides installed until `undo`. Idempotent."""
-        if self._holds_overrides:
+    def hold(self, setting: ProcessWide) -> None:
+        """Keep a setting of the process enabled until `undo`, or until this handle is collected. Idempotent."""
+        if setting in self._held:
             return
-        batch_invariance.acquire()
-        self._holds_overrides = True
-        self.changes.append("vLLM's batch-invariant aten overrides, for the process")
+        setting.acquire()
+        self._held[setting] = weakref.finalize(self, setting.release)
+        self._held[setting].atexit = False
+        if setting.change not in self.changes:
+            self.changes.append(setting.change)
 
     def undo(self) -> None:
         """Put everything back, last change first. Idempotent."""
@@ -68,12 +70,11 @@ class Alignment:
                 vars(owner).pop(name, None)
             else:
                 setattr(owner, name, value)
-        if self._holds_overrides:
-            self._holds_overrides = False
-            batch_invariance.release()
+        while self._held:
+            self._held.popitem()[1]()
 
-    def again(self, fused: bool) -> "Alignment":
-        """The same handle for a model that is aligned already: a ``with`` block on it ends nothing.
+    def again(self, fused: bool) -> "Borrowed":
+        """For a model that is aligned already.
 
         Raises:
             ValueError: it was aligned with another ``fused``.
@@ -82,24 +83,48 @@ class Alignment:
             raise ValueError(
                 f"needed the fused={self.fused} that the model was aligned with; got fused={fused}; undo() that first"
             )
-        self._fresh = False
-        return self
+        return Borrowed(self)
 
     def __enter__(self) -> "Alignment":
-        self._levels.append(self._fresh)
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._levels.pop():
-            self.undo()
+        self.undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Alignment":
-        from copy import deepcopy
-
-        duplicate = Alignment()
+        duplicate = Alignment(self.fused)
         memo[id(self)] = duplicate
-        vars(duplicate).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
-        duplicate._fresh, duplicate._levels = True, []
-        if self._holds_overrides:
-            batch_invariance.acquire()
+        own = self.__getstate__()
+        vars(duplicate).update({name: deepcopy(value, memo) for name, value in own.items()})
+        for setting in self._held:
+            duplicate.hold(setting)
         return duplicate
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is held: that is of this process, and an unpickled model's forward holds it anew."""
+        return {**vars(self), "_held": {}}
+
+
+class Borrowed:
+    """What a second `align` of a model returns: its one `Alignment`, whose ``with`` block here ends nothing."""
+
+    def __init__(self, handle: Alignment) -> None:
+        self._handle = handle
+
+    @property
+    def changes(self) -> list[str]:
+        return self._handle.changes
+
+    @property
+    def fused(self) -> bool:
+        return self._handle.fused
+
+    def undo(self) -> None:
+        """Undo the model's alignment, for everyone."""
+        self._handle.undo()
+
+    def __enter__(self) -> "Borrowed":
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        pass

@@ -7,17 +7,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_omni.hf_numerics.model_requirements import FLASH_ATTENTION
 from vllm_omni.hf_numerics.ops import attention as _attention  # noqa: F401  (registers the op)
 from vllm_omni.hf_numerics.trainer.layout import SequenceLayout
 
-__all__ = ["ATTENTION_NAME", "LAYOUT_KEY", "attention_forward", "no_mask", "register_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "LAYOUT_KEY",
+    "attention_forward",
+    "flash_attention_refusal",
+    "no_mask",
+    "register_attention",
+]
 
 ATTENTION_NAME = "hf_numerics"
 LAYOUT_KEY = "hf_numerics_layout"
 
 
+def flash_attention_refusal() -> str | None:
+    """Why this process cannot run the rollout's attention on CUDA, or None."""
+    from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
+
+    if (reason := fa_version_unsupported_reason(FLASH_ATTENTION)) is None:
+        return None
+    return (
+        f"needed vLLM's FlashAttention {FLASH_ATTENTION}, which the rollout runs; got none: {reason}; use a GPU of "
+        "compute capability 9.0 with vLLM's CUDA wheel"
+    )
+
+
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, scale: float) -> torch.Tensor:
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
@@ -30,7 +49,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLa
         cu_seqlens_k=layout.cu_seqlens,
         softmax_scale=scale,
         causal=True,
-        fa_version=get_flash_attn_version(head_size=q.shape[-1]),
+        fa_version=FLASH_ATTENTION,
         num_splits=1,  # a split over keys would be summed in an order that follows the batch
     )
 

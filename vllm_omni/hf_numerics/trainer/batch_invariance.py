@@ -2,13 +2,17 @@
 """vLLM's batch-invariant aten overrides in the trainer's process, and back out."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["acquire", "release"]
+from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
 
-_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+__all__ = ["OVERRIDES"]
+
+# Read by cuBLAS in this process. What else vLLM sets is for reductions over its own ranks, which a rollout in the mode
+# does not have; left in place, NCCL_MAX_NCHANNELS=1 and its like would slow a sharded trainer's communicators.
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 
 
 def _flags() -> tuple:
@@ -36,58 +40,53 @@ def _restore_flags(flags: tuple) -> None:
     torch.backends.cuda.preferred_blas_library(blas)
 
 
-# How many aligned models need the overrides, and how to take them out once none does.
-_holders = 0
-_disable: Callable[[], None] | None = None
+def _restore_environment(before: Mapping[str, str]) -> None:
+    """What was set since ``before``, all but cuBLAS's."""
+    for name, value in list(os.environ.items()):
+        if name in _CUBLAS or before.get(name) == value:
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
 
 
-def acquire() -> None:
-    """Install vLLM's overrides (``aten::mean.dim``, softmax, bmm) and matmul flags for this process; counted.
+def _enable() -> Callable[[], None] | None:
+    """Install vLLM's overrides (``aten::mean.dim``, softmax, bmm) and matmul flags for this process.
 
     Raises:
         RuntimeError: ``VLLM_BATCH_INVARIANT`` is not 1; vLLM reads it when it is imported, so it must be set first.
     """
-    global _holders, _disable
     from vllm import envs
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.utils import nccl
 
     if not envs.VLLM_BATCH_INVARIANT:
         raise RuntimeError(
             "needed VLLM_BATCH_INVARIANT=1 in the trainer's environment; got it unset, so its GEMMs, means and "
             "softmaxes are not the rollout's; set it before Python starts"
         )
-    if _holders == 0:
-        _disable = _enable()
-    _holders += 1
-
-
-def release() -> None:
-    """Take the overrides out again with the last holder, unless someone else had installed them before."""
-    global _holders, _disable
-    assert _holders > 0
-    _holders -= 1
-    if _holders == 0 and _disable is not None:
-        _disable()
-        _disable = None
-
-
-def _enable() -> Callable[[], None] | None:
-    from vllm.model_executor.determinism import batch_invariant
-
     if batch_invariant._batch_invariant_MODE:
         return None
-    flags = _flags()
-    environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    flags, environment, unpinned = _flags(), dict(os.environ), nccl._unpinned_env
     batch_invariant.init_batch_invariance()
+    cublas = {name: environment[name] for name in _CUBLAS if name in environment}
+    _restore_environment(environment)
+    nccl._unpinned_env = unpinned  # vLLM's note that NCCL is pinned: an engine in this process must pin it again
 
     def disable() -> None:
+        if model_parallel_is_initialized():
+            return  # an engine that started meanwhile in this process found them installed, and runs on them
         batch_invariant._batch_invariant_LIB._destroy()
         batch_invariant._batch_invariant_LIB = None
         batch_invariant._batch_invariant_MODE = False
         _restore_flags(flags)
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _CUBLAS:
+            os.environ.pop(name, None)
+        os.environ.update(cublas)
 
     return disable
+
+
+OVERRIDES = ProcessWide("vLLM's batch-invariant aten overrides, for the process", _enable)
