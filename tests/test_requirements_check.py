@@ -182,6 +182,15 @@ def test_warning_without_batch_invariance(platform, batch_invariant, warned):
         assert "VLLM_BATCH_INVARIANT=1" in found[0] and "NOT be bitwise equal" in found[0]
 
 
+def test_warning_of_versions_that_the_variable_lets_through(monkeypatch):
+    """The fingerprint of such a worker must not say that exactness may be expected."""
+    monkeypatch.setenv("HF_NUMERICS_ALLOW_UNTESTED", "1")
+    facts = dataclasses.replace(FACTS, versions={**TESTED_VERSIONS, "transformers": "5.18.0"})
+    assert checks.refusals(facts) == []
+    [found] = checks.warnings(facts)
+    assert "HF_NUMERICS_ALLOW_UNTESTED=1 lets untested versions run" in found and "transformers 5.18.0" in found
+
+
 def test_no_warning_on_the_cpu():
     """vLLM refuses the variable there, and the mode brings its own invariant ops."""
     assert checks.warnings(dataclasses.replace(FACTS, platform="cpu", batch_invariant=False)) == []

@@ -18,7 +18,7 @@ from vllm_omni.hf_numerics import plugin
 from vllm_omni.hf_numerics.config import HFNumericsConfigError
 from vllm_omni.hf_numerics.layers import attention, cpu_reference, decoder_layer, gemm, moe
 from vllm_omni.hf_numerics.models import qwen3_omni_thinker as ours
-from vllm_omni.hf_numerics.ops import OPS
+from vllm_omni.hf_numerics.ops import OPS, implementation
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 
 pytest_plugins = ["thinker_fixtures"]
@@ -185,7 +185,8 @@ def test_one_log_line_says_that_the_mode_is_on(build_thinker):
         ours.logger.removeHandler(handler)
     [(level, text)] = lines
     assert level == "INFO" and "is ON in worker pid" in text and "3 decoder layers" in text and "bfloat16" in text
-    assert all(f"{name}=reference" in text for name in OPS if name != "mrope")
+    assert all(f"{name}={implementation(op, True, True)}" in text for name, op in OPS.items() if name != "mrope")
+    assert "rms_norm=aten" in text and "experts=reference" in text and "route=reference+aten" in text
     assert text == built.thinker.hf_numerics_fingerprint.log_line()
 
 

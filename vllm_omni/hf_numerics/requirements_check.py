@@ -169,12 +169,15 @@ def check(facts: EngineFacts) -> None:
 
 def warnings(facts: EngineFacts) -> list[str]:
     """What does not stop the mode but breaks its promise."""
+    found = []
     if facts.platform == "cuda" and not facts.batch_invariant:
-        return [
+        found.append(
             "VLLM_BATCH_INVARIANT is not 1: log-probs will NOT be bitwise equal to a trainer's, because the GEMMs and "
             "attention depend on the batch. Set VLLM_BATCH_INVARIANT=1 before the engine starts."
-        ]
-    return []
+        )
+    if (warning := versions.untested_warning(facts.versions)) is not None:
+        found.append(warning)
+    return found
 
 
 def check_moe_backend(platform: str, resolved: str, requested: str, layer: str) -> None:

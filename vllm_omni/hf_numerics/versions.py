@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-__all__ = ["ALLOW_UNTESTED", "TESTED", "TestedPair", "installed_versions", "untested"]
+__all__ = [
+    "ALLOW_UNTESTED",
+    "TESTED",
+    "TestedPair",
+    "installed_versions",
+    "is_tested",
+    "untested",
+    "untested_warning",
+]
 
 ALLOW_UNTESTED = "HF_NUMERICS_ALLOW_UNTESTED"
 
@@ -58,16 +66,36 @@ def untested(versions: Mapping[str, str | None], environ: Mapping[str, str] = os
         versions: as `installed_versions` gives them; local version labels (``+cpu``) are ignored.
         environ: the environment, for ``HF_NUMERICS_ALLOW_UNTESTED``.
     """
-    if environ.get(ALLOW_UNTESTED) == "1":
+    if is_tested(versions) or environ.get(ALLOW_UNTESTED) == "1":
         return None
-    got = {name: _public(versions.get(name)) for name in ("vllm", "vllm_omni", "transformers")}
-    for pair in TESTED:
-        if (got["vllm"], got["vllm_omni"]) == (pair.vllm, pair.vllm_omni) and got["transformers"] in pair.transformers:
-            return None
     wanted = "; or ".join(
         f"vllm {p.vllm}, vllm-omni {p.vllm_omni}, transformers {' or '.join(p.transformers)}" for p in TESTED
     )
     return (
-        f"needed a tested combination ({wanted}); got vllm {got['vllm']}, vllm-omni {got['vllm_omni']}, "
-        f"transformers {got['transformers']}; install a tested one, or set {ALLOW_UNTESTED}=1 to run without that proof"
+        f"needed a tested combination ({wanted}); got {_named(versions)}; install a tested one, or set "
+        f"{ALLOW_UNTESTED}=1 to run without that proof"
     )
+
+
+def is_tested(versions: Mapping[str, str | None]) -> bool:
+    """Whether vllm, vllm-omni and transformers are a pair of `TESTED`."""
+    got = {name: _public(versions.get(name)) for name in ("vllm", "vllm_omni", "transformers")}
+    return any(
+        (got["vllm"], got["vllm_omni"]) == (pair.vllm, pair.vllm_omni) and got["transformers"] in pair.transformers
+        for pair in TESTED
+    )
+
+
+def untested_warning(versions: Mapping[str, str | None]) -> str | None:
+    """What a worker says that runs versions which `untested` would refuse without the variable, or None."""
+    if is_tested(versions):
+        return None
+    return (
+        f"{ALLOW_UNTESTED}=1 lets untested versions run ({_named(versions)}): log-probs may differ from a trainer's. "
+        "Compare them with hf-numerics gate."
+    )
+
+
+def _named(versions: Mapping[str, str | None]) -> str:
+    names = {"vllm": "vllm", "vllm_omni": "vllm-omni", "transformers": "transformers"}
+    return ", ".join(f"{shown} {_public(versions.get(name))}" for name, shown in names.items())

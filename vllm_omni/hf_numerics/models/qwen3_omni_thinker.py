@@ -93,6 +93,8 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
     With ``additional_config.hf_numerics`` absent or false, constructing it gives an instance of upstream's own class.
     """
 
+    deepstack_input_embeds_num_tokens: int  # upstream's: rows that hold what a picture stored
+
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> torch.nn.Module:
         if not config.is_enabled(vllm_config.additional_config):
             logger.debug("HF numerics is off: the stock thinker is built.")

@@ -37,7 +37,12 @@ OPS: dict[str, ModuleType] = {
 
 
 def implementation(op: ModuleType, on_cpu: bool, batch_invariant: bool) -> str:
-    """What computes an op: "reference", "aten", "triton", or vLLM's own kernel, for the fingerprint and the docs."""
+    """What computes an op: "reference", "aten", "triton", or vLLM's own kernel, for the fingerprint and the docs.
+
+    A module says it in ``CPU``, ``CUDA`` and ``CUDA_VARIANT`` (without batch invariance), where it is not the usual.
+    """
     if on_cpu:
-        return "reference"
-    return getattr(op, "CUDA", "triton" if batch_invariant else "aten")
+        return getattr(op, "CPU", "aten")
+    if not batch_invariant:
+        return getattr(op, "CUDA_VARIANT", "aten")
+    return getattr(op, "CUDA", "triton")

@@ -21,9 +21,9 @@ import triton.language as tl
 from vllm_omni.hf_numerics.ops.layout import standard
 from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS
 
-__all__ = ["CUDA", "add_deepstack", "add_deepstack_kernel", "reference"]
+__all__ = ["CUDA_VARIANT", "add_deepstack", "add_deepstack_kernel", "reference"]
 
-CUDA = "triton"  # see `implementation`
+CUDA_VARIANT = "triton"  # see `implementation`
 
 
 def reference(hidden: torch.Tensor, residual: torch.Tensor, deepstack: torch.Tensor) -> torch.Tensor:

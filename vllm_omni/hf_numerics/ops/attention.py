@@ -17,7 +17,9 @@ import torch
 
 from vllm_omni.hf_numerics.ops.arithmetic import TERM_BUDGET, exp, tree_sum
 
-__all__ = ["causal_attention", "reference"]
+__all__ = ["CPU", "causal_attention", "reference"]
+
+CPU = "reference"  # see `implementation`
 
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:

@@ -19,9 +19,10 @@ import torch
 from vllm_omni.hf_numerics.ops.arithmetic import TERM_BUDGET, silu, tree_sum
 from vllm_omni.hf_numerics.ops.tiles import Tile, experts_key, prove, tile_for
 
-__all__ = ["CUDA", "experts", "prove_tiles", "reference"]
+__all__ = ["CPU", "CUDA", "CUDA_VARIANT", "experts", "prove_tiles", "reference"]
 
-CUDA = "vllm.fused_experts"  # see `implementation`
+CPU, CUDA = "reference", "vllm.fused_experts"  # see `implementation`
+CUDA_VARIANT = CUDA
 
 
 def _route_linear(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from vllm_omni.hf_numerics.ops.arithmetic import TERM_BUDGET, tree_sum
 from vllm_omni.hf_numerics.ops.tiles import Tile, linear_key, prove, tile_for
 
-__all__ = ["CUDA", "compute", "linear", "prove_tiles", "reference"]
+__all__ = ["CPU", "CUDA", "compute", "linear", "prove_tiles", "reference"]
 
-CUDA = "vllm.linear_batch_invariant"  # see `implementation`
+CPU, CUDA = "reference", "vllm.linear_batch_invariant"  # see `implementation`
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,7 +26,9 @@ from vllm_omni.hf_numerics.ops import tiles
 from vllm_omni.hf_numerics.ops.layout import standard
 from vllm_omni.hf_numerics.ops.overrides import KERNEL_OPTIONS, aligned_rows, fused
 
-__all__ = ["choose", "from_logits", "reference", "route", "route_kernel"]
+__all__ = ["CPU", "choose", "from_logits", "reference", "route", "route_kernel"]
+
+CPU = "reference+aten"  # see `implementation`
 
 
 def from_logits(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
