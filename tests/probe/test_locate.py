@@ -41,6 +41,11 @@ def test_points_are_compared_in_execution_order():
     assert (first.layer, first.op, first.first_row, found[2].max_ulp) == (1, "o_proj", 1, 0)
 
 
+def test_a_nan_against_a_number_is_no_small_distance():
+    [result] = compare_points({"0.stream": torch.tensor([[torch.nan]])}, {"0.stream": torch.tensor([[1.0]])})
+    assert (result.differing, result.max_ulp) == (1, torch.iinfo(torch.int64).max)
+
+
 def test_rows_that_one_side_lacks_count_as_different():
     [result] = compare_points({"0.stream": torch.zeros(3, 2)}, {"0.stream": torch.zeros(2, 2)})
     assert (result.differing, result.first_row) == (3, 0)

@@ -45,3 +45,20 @@ def test_positions_may_be_tensors_or_lists():
 def test_positions_of_another_shape_or_dtype_are_refused(positions):
     with pytest.raises(ValueError, match="needed positions as 5 integers, or three such rows"):
         _record(positions)
+
+
+def test_semantics_are_told_apart():
+    """An engine's processed log-probs are not raw ones, at temperature 1 either."""
+
+    def recorded(**semantics) -> Record:
+        recorder = Recorder("rollout", label="step 1", weights="step 1", device="cpu", **semantics)
+        recorder.add([1, 2], [3, 4, 5], LOGPROBS)
+        return recorder.record()
+
+    assert compare(recorded(), _record()).equal
+    for semantics in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"logprobs_mode": "processed_logprobs"}):
+        assert recorded(**semantics).semantics["logprobs_mode"] == "processed_logprobs"
+        obstacles = compare(recorded(**semantics), _record()).obstacles
+        assert obstacles and all(obstacle.startswith("semantics differ") for obstacle in obstacles)
+    with pytest.raises(ValueError, match="needed logprobs_mode raw_logprobs or processed_logprobs; got 'raw'"):
+        recorded(logprobs_mode="raw")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of the mode are made of: one bitwise assertion, ULP distance, a launch spy, awkward inputs (`samples`).
 
-Needs torch alone, so a user's own parity test can import it too.
+A user's own parity test can import it too: it starts nothing and patches nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,50 +11,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_omni.hf_numerics.bits import ULP_DTYPES, integer_view, ulp_distance
 from vllm_omni.hf_numerics.samples import poisoned, sample_inputs
 
 __all__ = ["LaunchSpy", "assert_bitwise_equal", "poisoned", "sample_inputs", "spy_on", "ulp_distance"]
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ULP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    if x.dtype.is_complex:
-        raise TypeError(f"needed a real tensor; got {x.dtype}; compare torch.view_as_real of it")
-    return x.detach().view(_BITS[x.element_size()])
-
-
-def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many representable values apart ``a`` and ``b`` are, elementwise.
-
-    -0.0 and +0.0 are 0 apart, infinity is one step past the largest finite value. A NaN is 0 from a NaN and
-    ``torch.iinfo(torch.int64).max`` from anything else.
-
-    Args:
-        a: float32, bfloat16 or float16, any shape. Not modified.
-        b: same dtype and shape.
-
-    Returns:
-        int64, same shape.
-
-    Raises:
-        TypeError: other dtypes, or two different ones.
-        ValueError: different shapes.
-    """
-    if a.dtype != b.dtype or a.dtype not in _ULP_DTYPES:
-        raise TypeError(f"needed two tensors of one dtype out of {_ULP_DTYPES}; got {a.dtype} and {b.dtype}")
-    if a.shape != b.shape:
-        raise ValueError(f"needed equal shapes; got {tuple(a.shape)} and {tuple(b.shape)}")
-    ordered = []
-    for x in (a, b):
-        bits = _bits(x).long()
-        magnitude = bits & torch.iinfo(_BITS[x.element_size()]).max
-        ordered.append(torch.where(bits < 0, -magnitude, magnitude))
-    distance = (ordered[0] - ordered[1]).abs()
-    a_nan, b_nan = torch.isnan(a), torch.isnan(b)
-    distance = distance.masked_fill(a_nan ^ b_nan, torch.iinfo(torch.int64).max)
-    return distance.masked_fill(a_nan & b_nan, 0)
 
 
 def assert_bitwise_equal(
@@ -87,13 +47,13 @@ def assert_bitwise_equal(
     for name in ("shape", "dtype", "device"):
         got, wanted = getattr(actual, name), getattr(expected, name)
         assert got == wanted, f"{what}: {name} {got}, expected {wanted}"
-    differs = _bits(actual) != _bits(expected)
+    differs = integer_view(actual) != integer_view(expected)
     count = int(differs.sum())
     if count == 0:
         return
     index = tuple(differs.nonzero()[0].tolist())
     one, other = actual.detach()[index], expected.detach()[index]
-    distance = f", {int(ulp_distance(one, other))} ULP apart" if actual.dtype in _ULP_DTYPES else ""
+    distance = f", {int(ulp_distance(one, other))} ULP apart" if actual.dtype in ULP_DTYPES else ""
     raise AssertionError(
         f"{what}: {count} of {differs.numel()} values differ in their bits; first at {index}: "
         f"{one.item()!r}, expected {other.item()!r}{distance}"

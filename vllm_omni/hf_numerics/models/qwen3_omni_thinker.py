@@ -62,7 +62,8 @@ class HFNumericsTextModel(upstream.Qwen3MoeLLMModel):
             The normed hidden states ``[T, H]``, and None or, where hidden states are wanted, the payload for the
             talker: ``{"hidden_states": {"layers": {i: [T, H]}}}`` with transformers' ``hidden_states[i]`` (0: the
             embeddings; i < number of layers: the output of layer i - 1, before that level's deepstack is added, which
-            upstream's own capture includes; i = number of layers: the sum before the final norm).
+            upstream's own capture includes; i = number of layers: the sum before the final norm, where transformers'
+            own last entry is normed).
         """
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         residual: torch.Tensor | None = None

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from vllm_omni.hf_numerics.bits import integer_view, ulp_distance
 from vllm_omni.hf_numerics.probe.side import Side
 from vllm_omni.hf_numerics.probe.taps import LAYER_OPS, OUTSIDE, POINTS_AFTER, point
 
 __all__ = ["SCHEMA", "Fault", "Located", "PointResult", "compare_points", "locate", "verify"]
 
 SCHEMA = 1
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,9 @@ class Located:
         }
 
 
-def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Integers whose difference is the distance in steps of the dtype; integer dtypes as they are."""
-    if not values.dtype.is_floating_point:
-        return values.long()
-    bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
-    sign = 1 << (8 * values.element_size() - 1)
-    return torch.where(bits < 0, -(bits + sign), bits)
+def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """In steps of the dtype; of integers, their difference."""
+    return ulp_distance(left, right) if left.dtype.is_floating_point else (left.long() - right.long()).abs()
 
 
 def _compare_rows(layer: int | None, op: str, left: torch.Tensor, right: torch.Tensor) -> PointResult:
@@ -122,11 +118,10 @@ def _compare_rows(layer: int | None, op: str, left: torch.Tensor, right: torch.T
         # Another count, width or dtype: every row counts as different.
         rows = max(left.shape[0], right.shape[0])
         return PointResult(layer, op, rows, rows, 0)
-    kind = _INTEGERS[left.element_size()]
-    differs = left.contiguous().view(kind) != right.contiguous().view(kind)
+    differs = integer_view(left.contiguous()) != integer_view(right.contiguous())
     if not bool(differs.any()):
         return PointResult(layer, op, left.shape[0], 0)
-    distance = (_ordered(left) - _ordered(right)).abs()
+    distance = _distance(left, right)
     rows = differs.any(dim=1).nonzero()[:, 0]
     first = int(rows[0])
     return PointResult(layer, op, left.shape[0], len(rows), first, int(distance[first].max()), int(distance.max()))

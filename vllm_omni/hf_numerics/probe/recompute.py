@@ -24,9 +24,12 @@ __all__ = [
     "draw_weights",
     "load_model",
     "log_prob_bits",
+    "model_runner_of",
     "recompute",
     "rotary_positions",
+    "semantics_at",
     "set_numerics",
+    "temperature_of",
 ]
 
 MODULE = "vllm_omni.hf_numerics.probe.recompute"
@@ -93,7 +96,7 @@ def set_numerics(model: Any, kind: str) -> Iterator[None]:
         yield
 
 
-def _temperature(semantics: Mapping[str, Any]) -> float:
+def temperature_of(semantics: Mapping[str, Any]) -> float:
     """Of the log-probs that the trainer can form: vLLM's raw ones ignore the request's, processed ones divide by it.
 
     What else a request processes (top-p, penalties, ...) the trainer does not: its record says so, and `compare`
@@ -102,6 +105,17 @@ def _temperature(semantics: Mapping[str, Any]) -> float:
     value = semantics.get("temperature")
     processed = semantics.get("logprobs_mode") == "processed_logprobs"
     return float(value) if processed and isinstance(value, (int, float)) and value > 0 else 1.0
+
+
+def semantics_at(temperature: float) -> dict[str, Any]:
+    """What a trainer's log-probs mean that were formed at `temperature_of`."""
+    mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
+    return {**RAW_SEMANTICS, "temperature": temperature, "logprobs_mode": mode}
+
+
+def model_runner_of(source: Record, device: str) -> str:
+    """Whose sampler gave a rollout's log-probs: its fingerprint says so; else vLLM's default on the device."""
+    return source.fingerprint.get("model_runner") or ("v2" if device == "cuda" else "v1")
 
 
 def log_prob_bits(
@@ -202,16 +216,12 @@ class Trainer:
         ``weights`` is what this side calls its weights; None: what the rollout calls them.
         """
         source = Record.read(Path(rollout))
-        temperature = _temperature(source.semantics)
+        temperature = temperature_of(source.semantics)
         with set_numerics(self.model, numerics):
-            runner = self.model_runner(source)
+            runner = model_runner_of(source, self.spec.device)
             sequences = recompute(self.model, source.sequences, numerics, layout, runner, temperature)
         self.write(source, sequences, f"transformers {numerics}, {layout}", out, weights, temperature)
         return {}
-
-    def model_runner(self, source: Record) -> str:
-        """Whose sampler gave a rollout's log-probs: its fingerprint says so."""
-        return source.fingerprint.get("model_runner") or ("v2" if self.spec.device == "cuda" else "v1")
 
     def write(
         self,
@@ -223,12 +233,11 @@ class Trainer:
         temperature: float = 1.0,
     ) -> None:
         """Write what was recomputed of ``source`` to ``out``."""
-        mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
         Record(
             side="trainer",
             label=label,
             sequences=sequences,
-            semantics={**RAW_SEMANTICS, "temperature": temperature, "logprobs_mode": mode},
+            semantics=semantics_at(temperature),
             weights=source.weights if weights is None else weights,
             weight_checksums=self.checksums,
             environment=self.environment,

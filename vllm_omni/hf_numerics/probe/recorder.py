@@ -10,6 +10,8 @@ from vllm_omni.hf_numerics.probe.records import Record, TokenSequence, bits_of
 
 __all__ = ["Recorder"]
 
+_MODES = ("raw_logprobs", "processed_logprobs")
+
 
 class Recorder:
     """Collects sequences and writes one record.
@@ -24,9 +26,15 @@ class Recorder:
         label: how it ran, in words.
         weights: what both sides call these weights; `compare` refuses records with different names.
         device: "cuda" or "cpu", for the record's environment.
-        temperature: of the log-probs; 1.0 for raw ones.
+        temperature: that the log-probs' logits were divided by; 1.0 for raw ones.
+        top_p, top_k: that the log-probs were restricted to; 1.0 and 0 for raw ones.
+        logprobs_mode: the engine's, "raw_logprobs" or "processed_logprobs"; None: raw where the three before are as
+            they are for raw ones. Name it where an engine runs the other: `compare` then sees that semantics differ.
         thinker: transformers' thinker, for checksums of its weights; None records none.
         fingerprint: of the worker, as ``hf_numerics_fingerprint`` gives it; empty for a trainer.
+
+    Raises:
+        ValueError: another ``logprobs_mode``.
     """
 
     def __init__(
@@ -36,14 +44,25 @@ class Recorder:
         weights: str,
         device: str,
         temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        logprobs_mode: str | None = None,
         thinker: Any = None,
         fingerprint: dict[str, Any] | None = None,
     ) -> None:
         self._side, self._label, self._weights = side, label, weights
         self._environment = describe(device)
-        self._semantics = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "logprobs_mode": "raw_logprobs"}
-        if temperature != 1.0:
-            self._semantics["logprobs_mode"] = "processed_logprobs"
+        if logprobs_mode is None:
+            is_raw = (temperature, top_p, top_k) == (1.0, 1.0, 0)
+            logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
+        if logprobs_mode not in _MODES:
+            raise ValueError(f"needed logprobs_mode {' or '.join(_MODES)}; got {logprobs_mode!r}")
+        self._semantics = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "logprobs_mode": logprobs_mode,
+        }
         self._fingerprint = fingerprint or {}
         self._checksums: dict[str, int] = {}
         if thinker is not None:

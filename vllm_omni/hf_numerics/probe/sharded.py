@@ -20,8 +20,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from vllm_omni.hf_numerics.probe.environment import describe
-from vllm_omni.hf_numerics.probe.recompute import TrainerSpec, load_model, recompute, set_numerics
-from vllm_omni.hf_numerics.probe.records import RAW_SEMANTICS, Record, TokenSequence
+from vllm_omni.hf_numerics.probe.recompute import (
+    TrainerSpec,
+    load_model,
+    model_runner_of,
+    recompute,
+    semantics_at,
+    set_numerics,
+    temperature_of,
+)
+from vllm_omni.hf_numerics.probe.records import Record, TokenSequence
 from vllm_omni.hf_numerics.probe.side import dump_stacks_on_request
 from vllm_omni.hf_numerics.probe.weights import transformers_checksums
 
@@ -92,13 +100,13 @@ def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
     devices = join(kind, rank, job.ranks, store)
     try:
         source = Record.read(Path(job.rollout))
-        model_runner = source.fingerprint.get("model_runner") or ("v2" if kind == "cuda" else "v1")
+        model_runner, temperature = model_runner_of(source, kind), temperature_of(source.semantics)
         model = load_model(job.trainer)
         checksums = transformers_checksums(model)
         shard(model, init_device_mesh(kind, (job.ranks,)))
         with set_numerics(model, job.numerics):
             share = _share(source.sequences, rank, job.ranks)
-            results = recompute(model, share, job.numerics, "alone", model_runner)
+            results = recompute(model, share, job.numerics, "alone", model_runner, temperature)
         gathered: list[Any] = [None] * job.ranks
         dist.all_gather_object(gathered, results)
         if rank == 0:
@@ -106,7 +114,7 @@ def _rank_main(rank: int, job: ShardedJob, store: str) -> None:
                 side="trainer",
                 label=f"transformers {job.numerics}, alone, FSDP2 over {job.ranks} ranks",
                 sequences=[gathered[i % job.ranks][i // job.ranks] for i in range(len(source.sequences))],
-                semantics=RAW_SEMANTICS,
+                semantics=semantics_at(temperature),
                 weights=job.weights,
                 weight_checksums=checksums,
                 environment={**describe(kind), "fsdp2_ranks": job.ranks, "fsdp2_devices": devices},

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from vllm_omni.hf_numerics.bits import integer_view
+
 __all__ = ["LAYER_OPS", "OUTSIDE", "POINTS_AFTER", "Recorder", "nudge", "point"]
 
 LAYER_OPS = (
@@ -45,7 +47,7 @@ def nudge(tensor: torch.Tensor, row: int) -> torch.Tensor:
     moved = tensor.clone()
     flat = moved[row].reshape(-1)
     if moved.dtype.is_floating_point:
-        bits = flat[:1].view({2: torch.int16, 4: torch.int32}[moved.element_size()])
+        bits = integer_view(flat[:1])
         flat[:1] = (bits + 1).view(moved.dtype)
     else:
         flat[0] = flat[0] ^ 1

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from vllm_omni.hf_numerics.bits import integer_view
+
 __all__ = ["checksum", "transformers_checksums", "vllm_checksums"]
 
 # Positions are weighted so that swapped values change the sum; the weights repeat after a prime.
 _PERIOD = 65521
 _CHUNK = 1 << 26
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -23,7 +24,7 @@ def checksum(tensor: torch.Tensor) -> int:
         tensor: any shape and strides, 1, 2 or 4 bytes an element; read in row-major order.
     """
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # FSDP2's DTensor: a collective
-    flat = whole.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    flat = integer_view(whole.reshape(-1))
     total = 0
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].long()

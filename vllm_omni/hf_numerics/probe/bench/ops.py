@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from vllm_omni.hf_numerics.bits import integer_view
 from vllm_omni.hf_numerics.probe.bench.ops_cases import MODE, Case
 from vllm_omni.hf_numerics.probe.timing import captured_microseconds, host_microseconds, launched_microseconds
 
 __all__ = ["CaseResult", "copy_bandwidth", "equal_arms", "same_bits", "timed"]
 
 _COPY_BYTES = 1 << 30
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def same_bits(result: Any, expected: Any) -> bool:
 
 
 def _as_integers(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
+    return integer_view(x.contiguous().view(-1))
 
 
 @torch.no_grad()

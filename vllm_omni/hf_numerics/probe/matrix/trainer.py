@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from vllm_omni.hf_numerics.probe.matrix.media_trainer import recompute_media
-from vllm_omni.hf_numerics.probe.recompute import Trainer, draw_weights, set_numerics
+from vllm_omni.hf_numerics.probe.recompute import Trainer, draw_weights, model_runner_of, set_numerics
 from vllm_omni.hf_numerics.probe.records import Record
 from vllm_omni.hf_numerics.probe.side import serve
 from vllm_omni.hf_numerics.probe.weights import transformers_checksums
@@ -41,7 +41,7 @@ class MatrixTrainer(Trainer):
                 prompts,
                 source.sequences,
                 features,
-                self.model_runner(source),
+                model_runner_of(source, self.spec.device),
                 control,
             )
         self.write(source, sequences, f"transformers aligned, {control or 'media'}", out)
