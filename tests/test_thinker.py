@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.models import qwen3_moe
@@ -111,7 +113,6 @@ def test_on_builds_the_modes_classes(build_thinker):
 
 def test_on_uses_the_reference_platform_everywhere_on_the_cpu(build_thinker):
     """A single GEMM or attention left to vLLM's CPU kernels would depend on the batch."""
-    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import LinearBase
 
     built = build_thinker(ON)
@@ -163,6 +164,37 @@ def test_globals_are_restored_when_construction_raises(build_thinker, monkeypatc
             build_thinker(ON)
     _assert_stock(build_thinker(None).model)
     assert _is_ours(build_thinker(ON).thinker)
+
+
+def test_the_resolved_moe_backend_is_judged(build_thinker, monkeypatch):
+    """What was asked for is "auto" here; what vLLM made of it decides."""
+    judged = []
+    monkeypatch.setattr(moe, "check_moe_backend", lambda *args: judged.append(args))
+    layers = build_thinker(ON, kernel_config={"moe_backend": "auto"}).text.layers
+    assert [args[:3] for args in judged] == [("cpu", layer.mlp.moe_backend, "auto") for layer in layers]
+    assert layers[0].mlp.moe_backend != "auto" and judged[1][3].endswith("layers.1.mlp")
+
+
+def test_the_resolved_attention_is_judged(build_thinker, monkeypatch):
+    judged = []
+    monkeypatch.setattr(attention, "check_attention_backend", lambda *args: judged.append(args))
+    layers = build_thinker(ON).text.layers
+    assert [args[:3] for args in judged] == [
+        ("cpu", layer.self_attn.attn.attn_backend.get_name(), None) for layer in layers
+    ]
+
+
+def test_every_loose_tensor_of_the_thinker_is_known(build_thinker):
+    """Sleep level 2 loses what is neither parameter nor buffer: each such tensor must be filled anew before use."""
+    built = build_thinker(ON)
+    loose = {
+        name
+        for module in built.thinker.modules()
+        if not isinstance(module, Attention)  # vLLM's, which rebuilds its cache and scales
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers") and any(torch.is_tensor(x) for x in tree_leaves(value))
+    }
+    assert loose == {"deepstack_input_embeds"}  # cleared at every step
 
 
 def test_unclear_value_stops_construction(build_thinker):

@@ -257,6 +257,38 @@ def test_text_logits_equal_transformers(build_thinker, transformers_thinker, dty
     assert_bitwise_equal(build_thinker(ON, dtype=dtype).logits(ids), expected)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_routing_weights_that_are_not_renormalised(build_thinker, transformers_thinker, fused):
+    """``norm_topk_prob`` false in the checkpoint's config reaches both sides."""
+    ids, found = torch.randint(480, (33,), generator=torch.Generator().manual_seed(1)), {}
+    for renormalise in (True, False):
+        text = {"text_config": {"norm_topk_prob": renormalise}}
+        found[renormalise] = build_thinker(ON, hf_overrides={"thinker_config": text}).logits(ids)
+    model = transformers_thinker()
+    for layer in model.model.layers:
+        layer.mlp.gate.norm_topk_prob = False
+    with align(model, fused=fused), torch.no_grad():
+        assert_bitwise_equal(found[False], model(input_ids=ids[None]).logits[0])
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(found[False], found[True])
+
+
+def test_inductor_keeps_every_rounding(build_thinker):
+    """Compiled by a step of text, then run with a picture: the levels are no constants of the graph."""
+    inputs, built = Inputs(torch.bfloat16), build_thinker(ON)
+    text = Inputs(torch.bfloat16)
+    text.levels = torch.zeros_like(text.levels)
+    eager = [_run_ours(built, which)[0] for which in (text, inputs)]
+    forward = torch.compile(type(built.text).forward)
+    built.text.forward = lambda *args, **kwargs: forward(built.text, *args, **kwargs)
+    compiled = [_run_ours(built, which)[0] for which in (text, inputs)]
+    torch._dynamo.reset()
+    for one, other in zip(compiled, eager, strict=True):
+        assert_bitwise_equal(one, other)
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(eager[0], eager[1])
+
+
 @pytest.mark.parametrize("chunks", [[1, 32], [32, 1], [5, 17, 11], [1] * 33], ids=["1+32", "32+1", "5+17+11", "ones"])
 def test_chunks_do_not_change_bits(build_thinker, chunks):
     ids = torch.randint(480, (33,), generator=torch.Generator().manual_seed(1))

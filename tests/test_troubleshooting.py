@@ -48,7 +48,10 @@ def _outermost(node: ast.AST) -> Iterator[str]:
 def messages() -> set[str]:
     """Every message that the code can raise at a user."""
     files = [
-        path for pattern in OF_USERS for path in PACKAGE.glob(pattern) if path.name not in ("bits.py", "samples.py", "testing.py")
+        path
+        for pattern in OF_USERS
+        for path in PACKAGE.glob(pattern)
+        if path.name not in ("bits.py", "samples.py", "testing.py")
     ]
     found = {text for path in files for text in _outermost(ast.parse(path.read_text(encoding="utf-8")))}
     return {text.split("\n")[0] for text in found if _is_message(text)}

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import _softmax_topk
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 
 from vllm_omni.hf_numerics.ops.linear import linear
-from vllm_omni.hf_numerics.ops.route import from_logits, route
+from vllm_omni.hf_numerics.ops.route import choose, from_logits, route
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal, sample_inputs
 
 # transformers has no batch-invariant GEMM: those samples are compared below, on logits that no GEMM rounds.
@@ -118,8 +118,8 @@ def test_many_rows(dtype: torch.dtype, device: torch.device) -> None:
 
 def test_division_is_correctly_rounded(device: torch.device) -> None:
     logits = normal(4096, 16, device=device, dtype=torch.float32)
-    plain, _ = from_logits(logits, 4, False)
-    divided, _ = from_logits(logits, 4, True)
+    plain, _ = choose(logits, 4, False)
+    divided, _ = choose(logits, 4, True)
     total = plain.sum(-1, keepdim=True)
     # A float64 quotient of two float32 values, rounded to float32, is the correctly rounded one (53 >= 2 * 24 + 2).
     assert_bitwise_equal(divided, (plain.double() / total.double()).float())
