@@ -7,7 +7,7 @@ import torch
 
 from vllm_omni.hf_numerics.probe.matrix import multimodal
 from vllm_omni.hf_numerics.probe.matrix.checkpoints import media_checkpoint
-from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, media_of, text_of
+from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, FILM, IMAGE, VIDEO, media_of, processor_arguments, text_of
 from vllm_omni.hf_numerics.probe.matrix.media_trainer import _Features
 from vllm_omni.hf_numerics.probe.recompute import rotary_positions
 
@@ -30,6 +30,25 @@ def test_media_follow_from_their_seeds():
     [video], [audio] = media_of(PARTS, VIDEO), media_of(PARTS, AUDIO)
     assert video.shape == (2, 32, 64, 3) and video.dtype == np.uint8
     assert audio.shape == (100,) and audio.dtype == np.float32
+
+
+def test_a_film_is_a_video_with_an_audio_under_one_placeholder(tiny_checkpoint):
+    from transformers import Qwen3OmniMoeProcessor
+
+    parts = ["a ", (FILM, 4, 4, 64, 96, 32000)]
+    assert processor_arguments(parts) == {"use_audio_in_video": True}
+    assert processor_arguments(PARTS) == {"use_audio_in_video": False}
+    [video], [audio] = media_of(parts, VIDEO), media_of(parts, AUDIO)
+    assert video.shape == (4, 64, 96, 3) and audio.shape == (32000,)
+    assert media_of(parts, IMAGE) == [] and text_of(parts).count("_pad|>") == 1
+
+    processor = Qwen3OmniMoeProcessor.from_pretrained(media_checkpoint(tiny_checkpoint()))
+    arguments = processor_arguments(parts)
+    batch = processor(text=text_of(parts), videos=[video], audio=[audio], return_tensors="pt", **arguments)
+    marks = processor.tokenizer.convert_tokens_to_ids(["<|video_pad|>", "<|audio_pad|>"])
+    kinds = [token for token in batch["input_ids"][0].tolist() if token in marks]
+    changes = sum(one != other for one, other in zip(kinds, kinds[1:], strict=False))
+    assert set(kinds) == set(marks) and changes > 1  # interleaved, not one after the other
 
 
 def test_processor_gives_a_token_for_32_pixels(tiny_checkpoint):

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, Part, media_of, text_of
+from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, Part, media_of, processor_arguments, text_of
 from vllm_omni.hf_numerics.probe.records import TokenSequence, bits_of
 from vllm_omni.hf_numerics.probe.rollout import Rollout, scored_sequence
 
@@ -15,7 +15,8 @@ def _prompt(parts: Sequence[Part]) -> dict[str, Any]:
     data = {kind: media_of(parts, kind) for kind in (IMAGE, VIDEO, AUDIO)}
     # Random samples have no sampling rate: the feature extractor's, which is Whisper's.
     data[AUDIO] = [(samples, 16000) for samples in data[AUDIO]]
-    return {"prompt": text_of(parts), "multi_modal_data": {kind: found for kind, found in data.items() if found}}
+    media = {kind: found for kind, found in data.items() if found}
+    return {"prompt": text_of(parts), "multi_modal_data": media, "mm_processor_kwargs": processor_arguments(parts)}
 
 
 def _scored_prompt(output: Any) -> TokenSequence:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, Part, media_of, text_of
+from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, Part, media_of, processor_arguments, text_of
 from vllm_omni.hf_numerics.probe.recompute import log_prob_bits, rotary_positions
 from vllm_omni.hf_numerics.probe.records import TokenSequence
 
@@ -60,7 +60,12 @@ def _audio_given(model: Any, features: SimpleNamespace | None) -> Iterator[None]
 def _inputs(processor: Any, parts: Sequence[Part], device: str, dtype: torch.dtype) -> dict[str, Any]:
     media = {kind: media_of(parts, kind) or None for kind in (IMAGE, VIDEO, AUDIO)}
     batch = processor(
-        text=text_of(parts), images=media[IMAGE], videos=media[VIDEO], audio=media[AUDIO], return_tensors="pt"
+        text=text_of(parts),
+        images=media[IMAGE],
+        videos=media[VIDEO],
+        audio=media[AUDIO],
+        return_tensors="pt",
+        **processor_arguments(parts),
     )
     del batch["attention_mask"]  # of the prompt alone
     batch = batch.to(device)
@@ -122,7 +127,7 @@ def recompute_media(
         if control == "text positions":
             inputs["position_ids"] = torch.arange(len(whole), device=device)[None]
         with rotary_positions(model) as seen, _audio_given(model, audio):
-            logits = model(input_ids=ids, use_cache=False, **inputs).logits[0]
+            logits = model(input_ids=ids, use_cache=False, **inputs, **processor_arguments(parts)).logits[0]
         own = logits[len(sequence.prompt_token_ids) - 1 : -1]
         bits = log_prob_bits(own, sequence.token_ids, "aligned", model_runner, 1.0)
         # A control's positions are wrong on purpose: not to be compared before its log-probs are.

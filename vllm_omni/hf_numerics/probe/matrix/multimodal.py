@@ -9,7 +9,7 @@ would give instead is measured, and stands beside the verdict.
 from collections.abc import Callable, Sequence
 
 from vllm_omni.hf_numerics.probe.matrix.bench import Bench
-from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, IMAGE, VIDEO, Part
+from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, FILM, IMAGE, VIDEO, Part
 from vllm_omni.hf_numerics.probe.matrix.rows import CONTROL, Row
 
 __all__ = ["CHUNKED", "ENGINE", "FULL", "ROWS", "SINGLE"]
@@ -22,6 +22,7 @@ _TWO_IMAGES = ["One ", (IMAGE, 2, 96, 64), ", two ", (IMAGE, 3, 128, 160), ": wh
 _VIDEO = ["Watch ", (VIDEO, 4, 4, 64, 96), " to the end."]
 _AUDIO = ["Hear ", (AUDIO, 5, 24000), "."]
 _MIXED = ["See ", (IMAGE, 6, 64, 64), " hear ", (AUDIO, 7, 16000), " watch ", (VIDEO, 8, 4, 64, 64), "."]
+_FILM = ["See and hear ", (FILM, 11, 4, 64, 96, 32000), " through."]
 _TEXT = ["No picture here, and none left over from the one before."]
 _LARGE = ["A large one: ", (IMAGE, 9, 256, 256), " after it."]
 
@@ -38,6 +39,11 @@ def _image(bench: Bench) -> None:
     bench.need(seen["features"] == 1, "one result of the vision tower", seen["features"])
     own = bench.judge_media([_IMAGE], towers="transformers", count=False)
     bench.observe(differing_with_transformers_towers=f"{own.differing} of {own.compared}")
+
+
+def _film(bench: Bench) -> None:
+    seen = bench.check_media([_FILM], bench.tokens(8))
+    bench.need(seen["features"] == 2, "a result of the vision tower and one of the audio tower", seen["features"])
 
 
 def _text_after(bench: Bench) -> None:
@@ -71,7 +77,7 @@ def _graph(bench: Bench) -> None:
     mode, sizes = bench.facts["cudagraph_mode"], bench.facts["capture_sizes"]
     bench.need(mode.startswith("FULL"), "full CUDA graphs", mode)
     bench.need({1, 64} <= set(sizes) or bench.facts["max_num_batched_tokens"] == 1, "sizes 1 and 64", sizes)
-    for prompt in (_IMAGE, _LARGE, _TWO_IMAGES, _VIDEO, _MIXED):
+    for prompt in (_IMAGE, _LARGE, _TWO_IMAGES, _VIDEO, _FILM, _MIXED):
         bench.check_media([prompt], bench.tokens(8))
 
 
@@ -88,6 +94,7 @@ ROWS = (
     Row("media-two-images", "two images with text between them", ENGINE, _check(_TWO_IMAGES)),
     Row("media-video", "a video", ENGINE, _check(_VIDEO)),
     Row("media-audio", "an audio", ENGINE, _check(_AUDIO)),
+    Row("media-film", "a video with its audio, tokens interleaved", ENGINE, _film),
     Row("media-mixed", "image, audio and video in one prompt", ENGINE, _check(_MIXED)),
     Row("media-batch", "image, text, two images and audio at once", ENGINE, _check(_IMAGE, _TEXT, _TWO_IMAGES, _AUDIO)),
     Row("media-text-after", "text after an image: the deepstack buffers are clear", ENGINE, _text_after),
