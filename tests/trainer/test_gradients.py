@@ -196,16 +196,20 @@ def test_gradient_checkpointing_keeps_bits_and_gradients(model):
         assert_bitwise_equal(ours[name], gradient, name)
 
 
-def test_fused_norms_have_transformers_gradients(transformers_thinker):
-    """Bit for bit: the backward is that of transformers' formula on the same input.
-
-    In float32 the norm's input is the residual itself, and its three gradients are added in another order.
-    """
+def test_backward_within_autocast_changes_nothing_in_a_bfloat16_model(transformers_thinker):
+    """Some trainers call it there; torch's norm alone would run in float32."""
     model = transformers_thinker()
-    with align(model, fused=False):
-        expected = _gradients(model)
+
+    def gradients(inside):
+        model.zero_grad(set_to_none=True)
+        loss = _loss(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
     with align(model):
-        ours = _gradients(model)
+        expected, ours = gradients(False), gradients(True)
+    assert len(expected) == 36
     for name, gradient in expected.items():
         assert_bitwise_equal(ours[name], gradient, name)
 
