@@ -33,7 +33,7 @@ demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, 
 	@$(BIN)/hf-numerics demo
 
 test: $(READY)  ## the CPU tests, engine starts included (about 16 minutes on two cores)
-	@$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile --durations=5
+	@$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=5
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -17,7 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM-Omni's marks, where an item does not bring its own: level, platform and, on CUDA, which GPU, how many."""
+    """Marks and order.
+
+    The marks are vLLM-Omni's, where an item does not bring its own: level, platform and, on CUDA, which GPU, how many.
+    """
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if not marks & {"core_model", "advanced_model", "full_model"}:
@@ -29,6 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("L4" if "ops" in item.path.parts else "H100")
         if not marks & {"cards_1", "cards_2"}:
             item.add_marker("cards_1")
+    # Files whose tests start engines take minutes each: first, so that no worker is left with one at the end.
+    slow = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
