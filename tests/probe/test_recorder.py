@@ -56,6 +56,7 @@ def test_semantics_are_told_apart():
         return recorder.record()
 
     assert compare(recorded(), _record()).equal
+    assert compare(recorded(top_k=-1), _record()).equal
     for semantics in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"logprobs_mode": "processed_logprobs"}):
         assert recorded(**semantics).semantics["logprobs_mode"] == "processed_logprobs"
         obstacles = compare(recorded(**semantics), _record()).obstacles

@@ -4,6 +4,8 @@
 import copy
 import gc
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -197,6 +199,22 @@ def test_undoing_an_unpickled_copy_leaves_the_original_aligned(model):
     assert_bitwise_equal(_logits(model), expected)
     handle.undo()
     assert ROUNDINGS._holders == others
+
+
+def test_an_aligned_model_unpickled_in_another_process(model, tmp_path):
+    """Nothing of ours is registered there before its first forward."""
+    with align(model):
+        expected = _logits(model)
+        torch.save(model, tmp_path / "model.pt")
+    code = f"""
+import torch
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+with torch.no_grad():
+    torch.save(model(input_ids=torch.tensor({IDS.tolist()})).logits, {str(tmp_path / "logits.pt")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_bitwise_equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
 def test_a_model_that_is_gone_holds_nothing(transformers_thinker):

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
+from vllm_omni.hf_numerics.trainer import inductor
 from vllm_omni.hf_numerics.trainer.batch_invariance import OVERRIDES
-from vllm_omni.hf_numerics.trainer.inductor import ROUNDINGS
 from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
 
 pytest_plugins = ["thinker_fixtures"]
@@ -52,11 +52,12 @@ def test_a_failed_enable_holds_nothing():
 def test_inductors_setting_of_the_user_comes_back():
     from torch._inductor import config
 
+    setting = ProcessWide("", inductor._enable)  # models of other tests may hold the one of the package
     for own in (False, True):
         with config.patch(emulate_precision_casts=own):
-            ROUNDINGS.acquire()
+            setting.acquire()
             assert config.emulate_precision_casts
-            ROUNDINGS.release()
+            setting.release()
             assert config.emulate_precision_casts is own
 
 
@@ -86,7 +87,7 @@ def test_overrides_leave_nothing_behind(batch_invariant):
     OVERRIDES.acquire()
     try:
         assert batch_invariant._batch_invariant_MODE
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")  # by the GPU
         changed = {name for name in {*os.environ, *before[0]} if os.environ.get(name) != before[0].get(name)}
         assert changed <= {"CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"}
         assert nccl._unpinned_env is unpinned

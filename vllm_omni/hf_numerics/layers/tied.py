@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from vllm_omni.hf_numerics.bits import integer_view
+
 __all__ = ["one_tensor"]
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -21,7 +23,7 @@ def one_tensor(weights: Iterable[tuple[str, torch.Tensor]], loaded: torch.Tensor
             the piece with the embedding.
 
     Raises:
-        ValueError: the weights bring an LM head that differs from the embedding in a bit.
+        ValueError: the weights bring an LM head that differs from the embedding in a bit of the parameter's dtype.
     """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
@@ -33,7 +35,8 @@ def one_tensor(weights: Iterable[tuple[str, torch.Tensor]], loaded: torch.Tensor
     if (head := found.get(_HEAD)) is None:
         return
     embedding = found.get(_EMBEDDING, loaded[: head.shape[0]])
-    if not torch.equal(head.to(embedding.device, loaded.dtype), embedding.to(loaded.dtype)):
+    one, other = head.to(embedding.device, loaded.dtype), embedding.to(loaded.dtype)
+    if not torch.equal(integer_view(one), integer_view(other)):
         raise ValueError(
             "needed one tensor for embedding and LM head, which tie_word_embeddings ties; got an LM head that is not "
             f"{'the embedding beside it' if _EMBEDDING in found else 'the embedding loaded before'}; leave "

@@ -14,6 +14,7 @@ from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as
 
 from vllm_omni.hf_numerics import config, plugin, requirements_check
 from vllm_omni.hf_numerics.fingerprint import Fingerprint
+from vllm_omni.hf_numerics.layers import media
 from vllm_omni.hf_numerics.layers.decoder_layer import HFNumericsDecoderLayer
 from vllm_omni.hf_numerics.layers.gemm import use_linear_op
 from vllm_omni.hf_numerics.layers.norm import HFNumericsRMSNorm
@@ -130,16 +131,38 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
         *,
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Upstream's, after clearing the deepstack rows of this step and of the step before.
+        """``[T, H]`` of a step's tokens, the towers' results over their placeholders; stores the deepstack levels.
 
-        vLLM calls this once a step, outside of any CUDA graph.
+        vLLM calls this before each forward, outside of any CUDA graph; a stage with a talker once more after it.
+
+        Upstream decides from a step's tokens whether audio and video are interleaved, and takes the towers' results in
+        one order for both where it thinks that they are not: a step that ends inside a video with its audio swaps them.
+
+        Args:
+            input_ids: ``[T]``, or ``[1, 3]`` from a stage.
+            multimodal_embeddings: what `layers.media.place` takes; none for text.
+            is_multimodal: ``[T]`` bool, the placeholders.
         """
-        if self.use_deepstack:
-            rows = max(input_ids.shape[0], self.deepstack_input_embeds_num_tokens)
-            for level in self.deepstack_input_embeds:
-                level[:rows].zero_()
-            self.deepstack_input_embeds_num_tokens = 0
-        return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+        if not self.deepstack_num_level:
+            return super().embed_input_ids(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+        # What the step before stored and a graph's replay read, and what this one's text must not meet.
+        rows = max(input_ids.shape[0], self.deepstack_input_embeds_num_tokens)
+        for level in self.deepstack_input_embeds:
+            level[:rows].zero_()
+        self.deepstack_input_embeds_num_tokens = 0
+
+        embed = self.language_model.embed_input_ids
+        embeds = self._embed_text_input_ids(input_ids, embed, is_multimodal=is_multimodal)
+        if multimodal_embeddings is None or len(multimodal_embeddings) == 0:
+            return embeds
+        assert is_multimodal is not None
+        placeholders = is_multimodal.to(input_ids.device, non_blocking=True)
+        config = self.config
+        visual = placeholders & ((input_ids == config.image_token_id) | (input_ids == config.video_token_id))
+        levels = media.place(embeds, multimodal_embeddings, visual, placeholders & (input_ids == config.audio_token_id))
+        if levels is not None:
+            self._set_deepstack_input_embeds(levels)
+        return embeds
 
     def _get_deepstack_input_embeds(self, num_tokens: int) -> IntermediateTensors:
         """The levels of the step's rows, each ``[num_tokens, H]``, as `embed_input_ids` left them.

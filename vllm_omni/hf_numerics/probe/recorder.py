@@ -27,7 +27,7 @@ class Recorder:
         weights: what both sides call these weights; `compare` refuses records with different names.
         device: "cuda" or "cpu", for the record's environment.
         temperature: that the log-probs' logits were divided by; 1.0 for raw ones.
-        top_p, top_k: that the log-probs were restricted to; 1.0 and 0 for raw ones.
+        top_p, top_k: that the log-probs were restricted to; 1.0 and 0 (vLLM's -1 is the same) for raw ones.
         logprobs_mode: the engine's, "raw_logprobs" or "processed_logprobs"; None: raw where the three before are as
             they are for raw ones. Name it where an engine runs the other: `compare` then sees that semantics differ.
         thinker: transformers' thinker, for checksums of its weights; None records none.
@@ -52,6 +52,7 @@ class Recorder:
     ) -> None:
         self._side, self._label, self._weights = side, label, weights
         self._environment = describe(device)
+        top_k = max(top_k, 0)
         if logprobs_mode is None:
             is_raw = (temperature, top_p, top_k) == (1.0, 1.0, 0)
             logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"

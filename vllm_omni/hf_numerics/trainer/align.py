@@ -24,7 +24,7 @@ from vllm_omni.hf_numerics.trainer.attention import (
 )
 from vllm_omni.hf_numerics.trainer.batch_invariance import OVERRIDES
 from vllm_omni.hf_numerics.trainer.experts import EXPERTS_NAME, register_experts
-from vllm_omni.hf_numerics.trainer.inductor import ROUNDINGS
+from vllm_omni.hf_numerics.trainer.inductor import ROUNDINGS, round_as_eager
 from vllm_omni.hf_numerics.trainer.layout import sequence_layout
 from vllm_omni.hf_numerics.trainer.norm import norm_forward
 from vllm_omni.hf_numerics.trainer.router import fused_router_forward, router_forward
@@ -72,8 +72,11 @@ def _check_config(config: Any, device: torch.device) -> None:
 
 
 def _prepare(handle: Alignment, text: Any, device: torch.device) -> None:
-    """What the process needs for a forward on that device."""
+    """What the process, and the calling thread, need for a forward on that device."""
+    register_attention()
+    register_experts()
     handle.hold(ROUNDINGS)
+    round_as_eager()
     if device.type == "cuda":
         for reason in (head_dim_refusal(proof.head_dim(text)), flash_attention_refusal()):
             if reason is not None:
@@ -96,6 +99,7 @@ def _check_stream(rotary: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         proof.prove_tiles(rotary.config, stream.dtype, stream.device)
 
 
+@torch.compiler.disable  # run before what it precedes is compiled, not traced into it
 def _with_layout(
     handle: Alignment, text_model: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
@@ -159,8 +163,6 @@ def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
     _check_config(thinker.config, device)
     handle.set(thinker, _HANDLE, handle)
     _prepare(handle, text.config, device)
-    register_attention()
-    register_experts()
     _set_implementations(handle, text)
     _exact_rotary(handle, text.rotary_emb)
     handle.add_hook(
@@ -183,9 +185,9 @@ def align(model: nn.Module, fused: bool = True) -> Alignment | Borrowed:
     """Make a thinker's forward equal the rollout's, bit for bit, on the device where it lies.
 
     Replaced on this instance only: the experts (`EXPERTS_NAME`), attention and its mask function (`ATTENTION_NAME`),
-    the GEMMs of linear layers, the rotary angles, and inverse frequencies that are not the CPU's bits. For the process,
-    until `Alignment.undo`: Inductor rounds as eager does, and on CUDA vLLM's batch-invariant aten overrides are
-    installed. Parameters and classes stay the user's.
+    the GEMMs of linear layers, the rotary angles, and inverse frequencies that are not the CPU's bits. Until
+    `Alignment.undo`, Inductor rounds as eager does, and on CUDA vLLM's batch-invariant aten overrides are installed for
+    the process. Parameters and classes stay the user's.
 
     Args:
         model: ``transformers.Qwen3OmniMoeThinkerForConditionalGeneration``, or a model that has one as ``.thinker``.

@@ -64,7 +64,7 @@ _ALL = (
     _media("media", 512),
     _media("media-chunked", 40),
     _media("media-full", 64, graphs=_graphs("FULL")),
-    # Every step is one token, of a prompt too: what FULL_AND_PIECEWISE runs from a full graph.
+    # Every step is one token, of a prompt too (but its first): what FULL_AND_PIECEWISE runs from a full graph.
     _media("media-single", 1, requests=1, graphs=_graphs("FULL_AND_PIECEWISE")),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),

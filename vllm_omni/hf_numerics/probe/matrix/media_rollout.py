@@ -59,7 +59,7 @@ def generate_media(
 
     Returns:
         ``features``, how many the towers gave; ``cached``, prompt tokens found in the prefix cache; ``lengths`` of the
-        prompts.
+        prompts; ``steps``, and ``replays``, how many of those were a full CUDA graph's.
     """
     from vllm import SamplingParams
 
@@ -94,4 +94,6 @@ def generate_media(
         "features": seen["features"],
         "cached": [output.num_cached_tokens or 0 for output in outputs],
         "lengths": [len(output.prompt_token_ids) for output in outputs],
+        "steps": seen["steps"],
+        "replays": seen["steps"] - seen["forwards"],
     }

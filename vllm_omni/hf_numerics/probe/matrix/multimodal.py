@@ -46,6 +46,12 @@ def _film(bench: Bench) -> None:
     bench.need(seen["features"] == 2, "a result of the vision tower and one of the audio tower", seen["features"])
 
 
+def _films(bench: Bench) -> None:
+    """At three lengths of text before it, so that steps end in other places of it; and beside an image."""
+    for text in ("", "Well", "Now then, look and listen"):
+        bench.check_media([[text, *_FILM], _IMAGE], bench.tokens(8))
+
+
 def _text_after(bench: Bench) -> None:
     """The deepstack buffers of the steps before must not reach a prompt without a picture."""
     bench.check_media([_LARGE], 4)
@@ -74,11 +80,14 @@ def _chunked(bench: Bench) -> None:
 
 def _graph(bench: Bench) -> None:
     """A capture sees no picture: nothing that it records may clear what a step has stored."""
-    mode, sizes = bench.facts["cudagraph_mode"], bench.facts["capture_sizes"]
-    bench.need(mode.startswith("FULL"), "full CUDA graphs", mode)
-    bench.need({1, 64} <= set(sizes) or bench.facts["max_num_batched_tokens"] == 1, "sizes 1 and 64", sizes)
+    replays = []
     for prompt in (_IMAGE, _LARGE, _TWO_IMAGES, _VIDEO, _FILM, _MIXED):
-        bench.check_media([prompt], bench.tokens(8))
+        seen = bench.check_media([prompt], bench.tokens(8))
+        # vLLM does not take the first token of a prompt for a decode.
+        eager = seen["steps"] - seen["replays"]
+        bench.need(seen["replays"] > 0 and eager <= 1, "all steps but a prompt's first from full CUDA graphs", seen)
+        replays.append(f"{seen['replays']} of {seen['steps']}")
+    bench.observe(replays=replays)
 
 
 def _control(control: str) -> Callable[[Bench], None]:
@@ -102,6 +111,7 @@ ROWS = (
     Row("media-control-deepstack", "negative control: no deepstack", ENGINE, _control("no deepstack"), CONTROL),
     Row("media-control-positions", "negative control: positions of text", ENGINE, _control("text positions"), CONTROL),
     Row("media-chunked", "chunk boundaries inside an image", CHUNKED, _chunked),
+    Row("media-film-chunked", "chunk boundaries inside a video with its audio", CHUNKED, _films),
     Row("media-full-graph", "images, video and audio in full CUDA graphs", FULL, _graph, devices=_CUDA),
     Row("media-full-graph-text", "text after an image in full CUDA graphs", FULL, _text_after, devices=_CUDA),
     Row("media-single", "an image token by token in decode graphs", SINGLE, _graph, devices=_CUDA),
