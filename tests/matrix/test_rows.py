@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
     command = [sys.executable, "-m", "vllm_omni.hf_numerics.probe.cli", "matrix", "--device", "cpu"]
     command += ["--cache", str(folder / "cache"), "--json", "matrix.json", "--rows", *ENGINES]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
     assert (folder / "matrix.json").exists(), done.stderr[-3000:]
     return done, json.loads((folder / "matrix.json").read_text())
 
