@@ -153,6 +153,28 @@ def test_every_dependency_is_a_path_of_this_repository():
     assert [p for p in sorted(prefixes) if (ROOT / p).is_dir() != p.endswith("/")] == []
 
 
+def test_a_key_has_the_modules_that_its_folders_import():
+    """A module at the package's root is named by itself: forgotten, its change runs no step."""
+    package = ROOT / "vllm_omni" / "hf_numerics"
+    modules = {path.stem: path for path in package.glob("*.py") if path.stem != "__init__"}
+
+    def imported(source: Path) -> set[str]:
+        pattern = r"^\s*from vllm_omni\.hf_numerics(?:\.(\w+)| import (.+))"
+        lines = re.findall(pattern, source.read_text(encoding="utf-8"), re.MULTILINE)
+        return modules.keys() & {name for dotted, names in lines for name in (dotted, *re.findall(r"\w+", names))}
+
+    uploader, registry = _uploader(), _load("common/ci_source_file_dependencies.yml")["source_file_dependencies"]
+    for key in registry:
+        prefixes = list(uploader.flatten(registry[key]))
+        # The probe imports everything; what a step needs of it is the step's own.
+        sources = [p for prefix in prefixes if "/probe/" not in prefix for p in sorted((ROOT / prefix).glob("*.py"))]
+        needed = {name for source in sources if package in source.parents for name in imported(source)}
+        while more := {name for module in needed for name in imported(modules[module])} - needed:
+            needed |= more
+        missing = {f"vllm_omni/hf_numerics/{name}.py" for name in needed} - set(prefixes)
+        assert needed and not missing, (key, missing)
+
+
 def test_classes_of_machines():
     """Ops run on an L4, parity on an H100, and nothing that starts a real-size model on an L4."""
     machines: dict[str, list[str]] = {}

@@ -10,7 +10,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def integer_view(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the elements' size, of any shape; ``x`` is contiguous or keeps its size.
+    """The same memory as integers of the elements' size; any shape and strides.
 
     Raises:
         TypeError: a complex tensor.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
+from vllm_omni.hf_numerics.trainer.shared_setting import SharedSetting
 
 __all__ = ["Alignment", "Borrowed"]
 
@@ -35,7 +35,7 @@ class Alignment:
         self.fused = fused
         self._restore: list[tuple[Any, str, Any]] = []
         self._hooks: list[Any] = []
-        self._held: dict[ProcessWide, weakref.finalize] = {}
+        self._held: dict[SharedSetting, weakref.finalize] = {}
 
     def set(self, owner: Any, name: str, value: Any, change: str | None = None) -> None:
         """Set an attribute of a module or config, remembering what it was."""
@@ -50,8 +50,8 @@ class Alignment:
         self._hooks.append(hook)
         self.changes.append(change)
 
-    def hold(self, setting: ProcessWide) -> None:
-        """Keep a setting of the process enabled until `undo`, or until this handle is collected. Idempotent."""
+    def hold(self, setting: SharedSetting) -> None:
+        """Keep a shared setting enabled until `undo`, or until this handle is collected. Idempotent."""
         if setting in self._held:
             return
         setting.acquire()

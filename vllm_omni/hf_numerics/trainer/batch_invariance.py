@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
+from vllm_omni.hf_numerics.trainer.shared_setting import SharedSetting
 
 __all__ = ["OVERRIDES"]
 
@@ -89,4 +89,4 @@ def _enable() -> Callable[[], None] | None:
     return disable
 
 
-OVERRIDES = ProcessWide("vLLM's batch-invariant aten overrides, for the process", _enable)
+OVERRIDES = SharedSetting("vLLM's batch-invariant aten overrides, for the process", _enable)

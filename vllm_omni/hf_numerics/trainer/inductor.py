@@ -10,7 +10,7 @@ torch 2.13 keeps a changed setting for the thread that changed it, so that each 
 
 from collections.abc import Callable
 
-from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
+from vllm_omni.hf_numerics.trainer.shared_setting import SharedSetting
 
 __all__ = ["ROUNDINGS", "round_as_eager"]
 
@@ -35,4 +35,4 @@ def _enable() -> Callable[[], None]:
     return disable
 
 
-ROUNDINGS = ProcessWide("Inductor's emulate_precision_casts", _enable)
+ROUNDINGS = SharedSetting("Inductor's emulate_precision_casts", _enable)

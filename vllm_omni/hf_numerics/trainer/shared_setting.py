@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the whole process that aligned models hold together."""
+"""Settings outside of a model that aligned models hold together."""
 
 from collections.abc import Callable
 
-__all__ = ["ProcessWide"]
+__all__ = ["SharedSetting"]
 
 
-class ProcessWide:
+class SharedSetting:
     """Enabled for the first holder, taken back with the last.
 
     Attributes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What aligned models set for the whole process: counted, and taken back to what it was."""
+"""What aligned models set outside of themselves: counted, and taken back to what it was."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_omni.hf_numerics.trainer import inductor
 from vllm_omni.hf_numerics.trainer.batch_invariance import OVERRIDES
-from vllm_omni.hf_numerics.trainer.process_wide import ProcessWide
+from vllm_omni.hf_numerics.trainer.shared_setting import SharedSetting
 
 pytest_plugins = ["thinker_fixtures"]
 
@@ -20,7 +20,7 @@ def test_enabled_for_the_first_holder_and_disabled_with_the_last():
         log.append("on")
         return lambda: log.append("off")
 
-    setting = ProcessWide("a setting", enable)
+    setting = SharedSetting("a setting", enable)
     for _ in range(2):
         setting.acquire()
         setting.acquire()
@@ -32,7 +32,7 @@ def test_enabled_for_the_first_holder_and_disabled_with_the_last():
 
 
 def test_what_someone_else_had_enabled_stays():
-    setting = ProcessWide("a setting", lambda: None)
+    setting = SharedSetting("a setting", lambda: None)
     setting.acquire()
     setting.release()
     setting.acquire()
@@ -43,7 +43,7 @@ def test_a_failed_enable_holds_nothing():
     def enable():
         raise RuntimeError("not here")
 
-    setting = ProcessWide("a setting", enable)
+    setting = SharedSetting("a setting", enable)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="not here"):
             setting.acquire()
@@ -52,7 +52,7 @@ def test_a_failed_enable_holds_nothing():
 def test_inductors_setting_of_the_user_comes_back():
     from torch._inductor import config
 
-    setting = ProcessWide("", inductor._enable)  # models of other tests may hold the one of the package
+    setting = SharedSetting("", inductor._enable)  # models of other tests may hold the one of the package
     for own in (False, True):
         with config.patch(emulate_precision_casts=own):
             setting.acquire()
