@@ -7,6 +7,7 @@ would give instead is measured, and stands beside the verdict.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_omni.hf_numerics.probe.matrix.bench import Bench
 from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, FILM, IMAGE, VIDEO, Part
@@ -24,6 +25,7 @@ _AUDIO = ["Hear ", (AUDIO, 5, 24000), "."]
 _MIXED = ["See ", (IMAGE, 6, 64, 64), " hear ", (AUDIO, 7, 16000), " watch ", (VIDEO, 8, 4, 64, 64), "."]
 _FILM = ["See and hear ", (FILM, 11, 4, 64, 96, 32000), " through."]
 _TEXT = ["No picture here, and none left over from the one before."]
+_MORE_TEXT = ["Here neither: what was left over would be seen in it."]
 _LARGE = ["A large one: ", (IMAGE, 9, 256, 256), " after it."]
 
 
@@ -52,10 +54,15 @@ def _films(bench: Bench) -> None:
         bench.check_media([[text, *_FILM], _IMAGE], bench.tokens(8))
 
 
+def _twins(prompt: Sequence[Part]) -> list[Sequence[Part]]:
+    """A prompt, and one of its length with another picture or sound: of each kind one, the towers' results are in order."""
+    return [prompt, [part if isinstance(part, str) else (part[0], part[1] + 100, *part[2:]) for part in prompt]]
+
+
 def _text_after(bench: Bench) -> None:
     """The deepstack buffers of the steps before must not reach a prompt without a picture."""
-    bench.check_media([_LARGE], 4)
-    bench.check_media([_TEXT], bench.tokens(16))
+    bench.check_media(_twins(_LARGE), 4)
+    bench.check_media([_TEXT, _MORE_TEXT], bench.tokens(16))
 
 
 def _cached(bench: Bench) -> None:
@@ -78,16 +85,26 @@ def _chunked(bench: Bench) -> None:
     bench.observe(budget=budget, lengths=seen["lengths"])
 
 
-def _graph(bench: Bench) -> None:
+def _in_graphs(bench: Bench, prompts: Sequence[Sequence[Part]]) -> dict[str, Any]:
     """A capture sees no picture: nothing that it records may clear what a step has stored."""
-    replays = []
-    for prompt in (_IMAGE, _LARGE, _TWO_IMAGES, _VIDEO, _FILM, _MIXED):
-        seen = bench.check_media([prompt], bench.tokens(8))
-        # vLLM does not take the first token of a prompt for a decode.
-        eager = seen["steps"] - seen["replays"]
-        bench.need(seen["replays"] > 0 and eager <= 1, "all steps but a prompt's first from full CUDA graphs", seen)
-        replays.append(f"{seen['replays']} of {seen['steps']}")
-    bench.observe(replays=replays)
+    seen = bench.check_media(list(prompts), bench.tokens(8))
+    # vLLM does not take the first token of a prompt for a decode.
+    eager = seen["steps"] - seen["replays"]
+    bench.need(seen["replays"] > 0 and eager <= 1, "all steps but a prompt's first from full CUDA graphs", seen)
+    return seen
+
+
+def _graph(bench: Bench) -> None:
+    seen = [_in_graphs(bench, [prompt]) for prompt in (_IMAGE, _LARGE, _TWO_IMAGES, _VIDEO, _FILM, _MIXED)]
+    bench.observe(replays=[f"{run['replays']} of {run['steps']}" for run in seen])
+
+
+def _single(bench: Bench) -> None:
+    """A token of each of two prompts a step: vLLM gives a request that is alone all of a step's budget."""
+    seen = [_in_graphs(bench, _twins(prompt)) for prompt in (_IMAGE, _LARGE, _VIDEO, _AUDIO, _FILM)]
+    for run in seen:
+        bench.need(run["steps"] >= max(run["lengths"]), "a step for each token of a prompt", run)
+    bench.observe(replays=[f"{run['replays']} of {run['steps']}" for run in seen])
 
 
 def _control(control: str) -> Callable[[Bench], None]:
@@ -114,6 +131,6 @@ ROWS = (
     Row("media-film-chunked", "chunk boundaries inside a video with its audio", CHUNKED, _films),
     Row("media-full-graph", "images, video and audio in full CUDA graphs", FULL, _graph, devices=_CUDA),
     Row("media-full-graph-text", "text after an image in full CUDA graphs", FULL, _text_after, devices=_CUDA),
-    Row("media-single", "an image token by token in decode graphs", SINGLE, _graph, devices=_CUDA),
+    Row("media-single", "an image, a video, an audio token by token in decode graphs", SINGLE, _single, devices=_CUDA),
     Row("media-single-text", "text after an image, token by token", SINGLE, _text_after, devices=_CUDA),
 )
