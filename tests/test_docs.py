@@ -105,7 +105,7 @@ def test_sharded_trainer_is_the_result_file():
 
 
 def test_staged_engine_is_the_result_file():
-    result = _result("staged-h200.json")
+    result, _ = _result("staged-h200.json")["runs"]
     off = result["entries"][-1]
     assert result["passed"] and [entry["entry"] for entry in result["entries"]] == [*STAGED, "serve-off"]
     assert all(entry["differing"] == 0 and entry["compared"] == off["compared"] for entry in result["entries"][:-1])
@@ -115,6 +115,18 @@ def test_staged_engine_is_the_result_file():
     assert f"the control, all {off['differing']} do" in page
     environment = result["environment"]
     assert f"One H200, the versions above, {environment['date'][:10]}, commit {environment['plugin_commit']}" in page
+
+
+def test_pipeline_of_three_stages_is_the_result_file():
+    _, result = _result("staged-h200.json")["runs"]
+    pipeline, off = result["entries"]
+    assert (pipeline["entry"], pipeline["passed"], pipeline["differing"]) == ("pipeline", True, 0)
+    assert len(pipeline["audio_samples"]) == result["requests"] and min(pipeline["audio_samples"]) > 0
+    assert (off["entry"], off["compared"], off["passed"]) == ("serve-off", 0, False)  # the page says so
+    page = " ".join((ROOT / "docs" / "parity.md").read_text(encoding="utf-8").split())
+    assert f"all three stages: 0 of {pipeline['compared']} log-probs differ" in page
+    environment = result["environment"]
+    assert f"{environment['date'][:10]}, commit {environment['plugin_commit']}; the control of that run was given up" in page
 
 
 def test_locate_on_a_gpu_named_every_fault():

@@ -46,7 +46,7 @@ def _arguments(command: str, deploy: Path) -> list[str]:
 def test_commands_are_those_that_some_test_runs():
     assert len(SERVE) == 6
     staged, pytest_command = (command for command in COMMANDS if command not in SERVE)
-    assert staged == "python scripts/staged.py staged --entries omni async-omni serve"  # tests/test_staged_script.py
+    assert staged == "python scripts/staged.py staged"  # tests/test_staged_script.py
     assert pytest_command == "python -m pytest -s -v tests/e2e/online_serving -m core_model --run-level core_model"
 
 
