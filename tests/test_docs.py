@@ -125,8 +125,8 @@ def test_pipeline_of_three_stages_is_the_result_file():
     assert (off["entry"], off["compared"], off["passed"]) == ("serve-off", 0, False)  # the page says so
     page = " ".join((ROOT / "docs" / "parity.md").read_text(encoding="utf-8").split())
     assert f"all three stages: 0 of {pipeline['compared']} log-probs differ" in page
-    environment = result["environment"]
-    assert f"{environment['date'][:10]}, commit {environment['plugin_commit']}; the control of that run was given up" in page
+    run = f"{result['environment']['date'][:10]}, commit {result['environment']['plugin_commit']}"
+    assert f"{run}; the control of that run was given up" in page
 
 
 def test_locate_on_a_gpu_named_every_fault():

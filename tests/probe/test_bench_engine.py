@@ -120,3 +120,28 @@ def test_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "engine"]) == options.UNUSABLE
     assert "needed a CUDA device; got none; an engine's speed on a CPU says nothing" in capsys.readouterr().err
+
+
+def test_no_step_replays_a_graph_while_experts_are_watched():
+    """Graphs may be larger than a scored sequence: a replay would show no expert."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+    captured = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.PIECEWISE, num_tokens=1024, num_reqs=None)
+    manager = CudaGraphManager.__new__(CudaGraphManager)  # vLLM's own needs a GPU; its dispatch does not
+    manager._lora_dispatch_map, manager._candidates, manager._graphs_captured = {}, {(768, 0): [captured]}, True
+    worker = BenchWorkerExtension()
+    worker.model_runner = SimpleNamespace(cudagraph_manager=manager)
+    layers = SimpleNamespace(layers=[None])
+    worker.get_model = lambda: SimpleNamespace(language_model=SimpleNamespace(model=layers))
+
+    def mode():
+        return manager.dispatch(1, 768, None, 0).cg_mode
+
+    assert mode() is CUDAGraphMode.PIECEWISE
+    worker.hf_numerics_watch_experts()
+    assert mode() is CUDAGraphMode.NONE
+    ids = torch.tensor([[0, 1]]).expand(768, 2)
+    worker._hf_numerics_ids = [ids, ids]
+    assert worker.hf_numerics_experts_hit(768, [0, 5]) == [2.0]
+    assert mode() is CUDAGraphMode.PIECEWISE

@@ -159,6 +159,16 @@ def test_compiled_by_inductor(transformers_thinker, device, monkeypatch):
     torch._dynamo.reset()
 
 
+def test_what_is_checked_at_every_forward_is_not_compiled(model, monkeypatch):
+    """On CUDA tiles are proven there: GEMMs and a file that have no place in a graph."""
+    traced = []
+    monkeypatch.setattr(align_module, "_check_autocast", lambda stream: traced.append(torch.compiler.is_compiling()))
+    with align(model):
+        _logits(torch.compile(model, backend="eager"), use_cache=False)
+    torch._dynamo.reset()
+    assert traced == [False]
+
+
 def test_align_and_undo_reach_a_model_that_was_compiled_before(model):
     plain = _logits(model, use_cache=False)
     with align(model):

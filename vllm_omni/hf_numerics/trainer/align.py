@@ -84,17 +84,23 @@ def _prepare(handle: Alignment, text: Any, device: torch.device) -> None:
         handle.hold(OVERRIDES)
 
 
+def _check_autocast(stream: torch.Tensor) -> None:
+    kind = stream.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != stream.dtype:
+        raise ValueError(
+            f"needed a residual stream in the rollout's dtype; got autocast over one of {stream.dtype}, as no rollout "
+            "has it; load the model in that dtype (FSDP2: param_dtype), or leave autocast"
+        )
+
+
+@torch.compiler.disable  # traced, the proof of tiles would be part of the graph
 def _check_stream(rotary: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the rotary embedding, which is given the embedded tokens: their dtype is the stream's.
 
     A weight's would not do: FSDP2 may keep it in another dtype than the one that it computes in.
     """
     stream = args[0] if args else kwargs["x"]
-    if torch.is_autocast_enabled(stream.device.type) and torch.get_autocast_dtype(stream.device.type) != stream.dtype:
-        raise ValueError(
-            f"needed a residual stream in the rollout's dtype; got autocast over one of {stream.dtype}, as no rollout "
-            "has it; load the model in that dtype (FSDP2: param_dtype), or leave autocast"
-        )
+    _check_autocast(stream)
     if stream.device.type == "cuda":
         proof.prove_tiles(rotary.config, stream.dtype, stream.device)
 

@@ -14,6 +14,8 @@ __all__ = ["BenchWorkerExtension"]
 class BenchWorkerExtension(ProbeWorkerExtension):
     """Mixed into vLLM's worker class; every method runs in the worker process."""
 
+    model_runner: Any  # of the worker that this is mixed into
+
     def hf_numerics_memory(self) -> dict[str, int]:
         """Bytes: in use on the device, and the most that torch's allocator held at once."""
         free, total = torch.cuda.mem_get_info()
@@ -44,10 +46,17 @@ class BenchWorkerExtension(ProbeWorkerExtension):
             raise RuntimeError(f"needed a write of keys and values for each of {layers} layers a step; got {written}")
         return {"steps": steps, "kernels": sorted(kernels, key=lambda kernel: -kernel["us"])}
 
+    def _hf_numerics_replay(self, allowed: bool) -> bool:
+        """Allow or forbid steps to replay CUDA graphs; whether they were allowed before. Of vLLM's v2 model runner."""
+        manager = self.model_runner.cudagraph_manager
+        before, manager._graphs_captured = manager._graphs_captured, allowed
+        return before
+
     def hf_numerics_watch_experts(self) -> None:
-        """Keep the expert ids of every step from now on; steps that replay a CUDA graph are not seen."""
+        """Keep the expert ids of every step from now on; none replays a CUDA graph, where nothing is called."""
         from vllm_omni.hf_numerics.ops import experts
 
+        self._hf_numerics_replayed = self._hf_numerics_replay(False)
         self._hf_numerics_ids: list[torch.Tensor] = []
         self._hf_numerics_compute = experts.compute
 
@@ -60,6 +69,8 @@ class BenchWorkerExtension(ProbeWorkerExtension):
     def hf_numerics_experts_hit(self, tokens: int, positions: list[int]) -> list[float]:
         """Stop watching; how many experts of each layer the tokens at one position of all sequences went to, averaged.
 
+        CUDA graphs are replayed again.
+
         Args:
             tokens: of each sequence; each was computed in one step.
             positions: where to look in every sequence.
@@ -67,6 +78,7 @@ class BenchWorkerExtension(ProbeWorkerExtension):
         from vllm_omni.hf_numerics.ops import experts
 
         experts.compute = self._hf_numerics_compute
+        self._hf_numerics_replay(self._hf_numerics_replayed)
         layers = len(thinker_of(self.get_model()).language_model.model.layers)
         ids = [found for found in self._hf_numerics_ids if found.shape[0] == tokens]
         if not ids or len(ids) % layers:

@@ -28,20 +28,28 @@ _CUDA = ("cuda",)
 
 # The engine and its worker in a process of their own.
 _SPAWNED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+# All in one process: the first step finds every request, since they are added before it.
+_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def _graphs(mode: str, **compilation: Any) -> dict[str, Any]:
     return {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": _SIZES, **compilation}}
 
 
-def _media(name: str, step_tokens: int, requests: int = 8, graphs: dict[str, Any] | None = None) -> Engine:
+def _media(
+    name: str,
+    step_tokens: int,
+    requests: int = 8,
+    graphs: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+) -> Engine:
     """Prompts come as text, with images, videos and audio."""
     media = {"image": 2, "video": 1, "audio": 1}
     arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": media, "worker_extension_cls": _MEDIA_WORKER}
     arguments |= {"max_num_batched_tokens": step_tokens, "max_num_seqs": requests, **(graphs or {})}
     if graphs is None:
         return Engine(name, arguments, checkpoint="media")
-    return Engine(name, arguments, "graphs", checkpoint="media", devices=_CUDA)
+    return Engine(name, arguments, "graphs", environment or {}, checkpoint="media", devices=_CUDA)
 
 
 def _cached(name: str, hf_numerics: bool) -> Engine:
@@ -66,7 +74,17 @@ _ALL = (
     _media("media-full", 64, graphs=_graphs("FULL")),
     # A step takes one token of each of two requests, of their prompts too, which FULL_AND_PIECEWISE runs from a full
     # graph but for the first. (A budget of one token does not start: vLLM takes a stride of the positions for a size.)
-    _media("media-single", 64, requests=2, graphs={**_graphs("FULL_AND_PIECEWISE"), "long_prefill_token_threshold": 1}),
+    _media(
+        "media-single",
+        64,
+        requests=2,
+        graphs={
+            **_graphs("FULL_AND_PIECEWISE"),
+            "long_prefill_token_threshold": 1,
+            "async_scheduling": False,
+        },
+        environment=_ONE_PROCESS,
+    ),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
     Engine("piecewise", _graphs("PIECEWISE", custom_ops=["none"]), "graphs", devices=_CUDA),

@@ -54,9 +54,18 @@ def _films(bench: Bench) -> None:
         bench.check_media([[text, *_FILM], _IMAGE], bench.tokens(8))
 
 
+def _other(part: Part) -> Part:
+    """Text as it is, a picture or sound of another seed."""
+    if isinstance(part, str):
+        return part
+    kind, seed, *size = list[Any](part)
+    return kind, seed + 100, *size
+
+
 def _twins(prompt: Sequence[Part]) -> list[Sequence[Part]]:
-    """A prompt, and one of its length with another picture or sound: of each kind one, the towers' results are in order."""
-    return [prompt, [part if isinstance(part, str) else (part[0], part[1] + 100, *part[2:]) for part in prompt]]
+    """A prompt with at most one picture and one sound, so that the towers' results come in the prompts' order, and
+    another of its length."""
+    return [prompt, [_other(part) for part in prompt]]
 
 
 def _text_after(bench: Bench) -> None:
