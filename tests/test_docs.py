@@ -139,8 +139,8 @@ def test_verl_is_the_result_file():
     sent, kept = result["sent"]
     assert sent == kept and f"\nAlignedFSDPEngine: sends {sent} of the checkpoint's {kept} tensors\n" in section
     environment = result["environment"]
-    words = f"torch {environment['versions']['torch']}, {environment['date'][:10]}, commit {environment['plugin_commit'][:7]}"
-    assert words in section and "+" not in environment["plugin_commit"]
+    run = f"{environment['date'][:10]}, commit {environment['plugin_commit'][:7]}"
+    assert f"torch {environment['versions']['torch']}, {run}" in section and "+" not in environment["plugin_commit"]
 
 
 def test_locate_on_a_gpu_named_every_fault():

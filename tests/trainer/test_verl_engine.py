@@ -81,10 +81,13 @@ def test_takes_the_place_of_verls_engine_on_nvidia_gpus(verl):
 @pytest.mark.parametrize(
     "setting, needed",
     [
-        ({"strategy": "fsdp"}, "needed engine.strategy='fsdp2'; got 'fsdp'"),
-        ({"ulysses_sequence_parallel_size": 2}, "needed engine.ulysses_sequence_parallel_size=1; got 2"),
-        ({"use_fused_kernels": True}, "needed model.use_fused_kernels=False; got True"),
-        ({"use_liger": True}, "needed model.use_liger=False; got True"),
+        ({"strategy": "fsdp"}, "needed strategy=fsdp2; got fsdp; set actor_rollout_ref.actor.strategy=fsdp2"),
+        (
+            {"ulysses_sequence_parallel_size": 2},
+            "set actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1",
+        ),
+        ({"use_fused_kernels": True}, "set actor_rollout_ref.model.use_fused_kernels=False"),
+        ({"use_liger": True}, "set actor_rollout_ref.model.use_liger=False"),
     ],
 )
 def test_settings_that_cannot_be_exact_are_refused(verl, setting, needed):

@@ -17,21 +17,23 @@ from vllm_omni.hf_numerics.trainer.align import align
 
 __all__ = ["AlignedFSDPEngine"]
 
+# Of verl's config under actor_rollout_ref: where it is set, its name, what is needed, and why.
 _SETTINGS = (
     ("model", "use_fused_kernels", False, "log-probs must be computed from logits"),
     ("model", "use_liger", False, "its norms round otherwise"),
-    ("engine", "strategy", "fsdp2", "FSDP1 wraps the modules that are aligned"),
-    ("engine", "ulysses_sequence_parallel_size", 1, "a rank must see whole sequences"),
+    ("actor", "strategy", "fsdp2", "FSDP1 wraps the modules that are aligned"),
+    ("actor.fsdp_config", "ulysses_sequence_parallel_size", 1, "a rank must see whole sequences"),
 )
 
 
-def _refusals(**configs: Any) -> list[str]:
-    """What these configs hold that the rollout's bits cannot be computed with: needed, got, why."""
-    return [
-        f"needed {owner}.{name}={needed!r}; got {got!r}: {why}"
-        for owner, name, needed, why in _SETTINGS
-        if (got := getattr(configs[owner], name)) != needed
-    ]
+def _refusals(model_config: Any, engine_config: Any) -> list[str]:
+    """What verl's configs hold that the rollout's bits cannot be computed with."""
+    found = []
+    for where, name, needed, why in _SETTINGS:
+        got = getattr(model_config if where == "model" else engine_config, name)
+        if got != needed:
+            found.append(f"needed {name}={needed}; got {got}; set actor_rollout_ref.{where}.{name}={needed} ({why})")
+    return found
 
 
 def _rollout_logprobs(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
@@ -52,7 +54,7 @@ class AlignedFSDPEngine(transformer_impl.FSDPEngineWithLMHead):
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        if found := _refusals(model=model_config, engine=engine_config):
+        if found := _refusals(model_config, engine_config):
             raise ValueError("verl's engine cannot be exact here:\n" + "\n".join(f"  - {line}" for line in found))
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
