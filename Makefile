@@ -34,7 +34,7 @@ install: $(READY)  ## make the virtual environment (CPU)
 demo: $(READY)  ## the main job: sample with vLLM, recompute with transformers, compare bits (about 1.5 minutes)
 	@$(BIN)/hf-numerics demo
 
-test: $(READY)  ## the CPU tests, engine starts included (16 to 25 minutes on two cores)
+test: $(READY)  ## the CPU tests, engine starts included (16 to 30 minutes on two cores)
 	@$(BIN)/python -m pytest -m "not cuda" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=5
 
 lint: $(READY)  ## ruff and mypy
