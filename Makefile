@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): setup.py $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt))
+$(READY): setup.py $(filter-out requirements/docs.txt requirements/verl.txt,$(wildcard requirements/*.txt))
 	@echo "Making $(VENV) with vLLM (CPU), vLLM-Omni, transformers and torch: about 4 minutes and 8 GB, once."
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "needed Python 3.11 or 3.12; got %d.%d; run: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)

@@ -7,7 +7,7 @@
 `make verl` runs it in an environment of its own with verl 0.9.1. vLLM samples with the mode on; then verl's engine,
 built and called as its worker does it (packed, autocast, float32 masters), computes the old log-probs of the same
 tokens: as verl ships it, and ours. What ours would send to the rollout is compared with the checkpoint. Logs, records
-and verl.json go to FOLDER. Exit code 0: ours has every bit and verl's has not; 1: not so. On a machine without a GPU
+and verl.json go to FOLDER. Exit code 0: ours has every bit and most of verl's differ; 1: not so. On a machine without a GPU
 verl is given a CPU platform, and ours the reference ops.
 """
 
@@ -131,13 +131,14 @@ def main() -> int:
         print(f"{name}: {count} of {compared} log-probs differ from the rollout's")
     equal, kept = sent(engines[ours.__name__], checkpoint)
     print(f"{ours.__name__}: sends {equal} of the checkpoint's {kept} tensors")
+    options = f"--preset {arguments.preset} --requests {arguments.requests} --tokens {arguments.tokens}"
     data = {
-        "command": f"python scripts/verl_check.py FOLDER --preset {arguments.preset}",
+        "command": f"python scripts/verl_check.py FOLDER {options}",
         "environment": {**describe(device), "verl": verl.__version__},
         "compared": compared,
         "differing": found,
         "sent": [equal, kept],
-        "passed": found[ours.__name__] == 0 < found["verl"] and equal == kept,
+        "passed": found[ours.__name__] == 0 and found["verl"] > compared / 2 and equal == kept,
     }
     (folder / "verl.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0 if data["passed"] else 1

@@ -42,11 +42,12 @@ def _media(
     requests: int = 8,
     graphs: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    **more: Any,
 ) -> Engine:
-    """Prompts come as text, with images, videos and audio."""
+    """Prompts come as text, with images, videos and audio. ``more``: other arguments of ``vllm.LLM``."""
     media = {"image": 2, "video": 1, "audio": 1}
     arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": media, "worker_extension_cls": _MEDIA_WORKER}
-    arguments |= {"max_num_batched_tokens": step_tokens, "max_num_seqs": requests, **(graphs or {})}
+    arguments |= {"max_num_batched_tokens": step_tokens, "max_num_seqs": requests, **(graphs or {}), **more}
     if graphs is None:
         return Engine(name, arguments, checkpoint="media")
     return Engine(name, arguments, "graphs", environment or {}, checkpoint="media", devices=_CUDA)
@@ -78,12 +79,10 @@ _ALL = (
         "media-single",
         64,
         requests=2,
-        graphs={
-            **_graphs("FULL_AND_PIECEWISE"),
-            "long_prefill_token_threshold": 1,
-            "async_scheduling": False,
-        },
+        graphs=_graphs("FULL_AND_PIECEWISE"),
         environment=_ONE_PROCESS,
+        long_prefill_token_threshold=1,
+        async_scheduling=False,
     ),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
