@@ -7,8 +7,8 @@
 `make verl` runs it in an environment of its own with verl 0.9.1. vLLM samples with the mode on; then verl's engine,
 built and called as its worker does it (packed, autocast, float32 masters), computes the old log-probs of the same
 tokens: as verl ships it, and ours. What ours would send to the rollout is compared with the checkpoint. Logs, records
-and verl.json go to FOLDER. Exit code 0: ours has every bit and most of verl's differ; 1: not so. On a machine without a GPU
-verl is given a CPU platform, and ours the reference ops.
+and verl.json go to FOLDER. Exit code 0: ours has every bit and most of verl's differ; 1: not so. On a machine without
+a GPU verl is given a CPU platform, and ours the reference ops.
 """
 
 import argparse
