@@ -42,7 +42,7 @@ def run(tmp_path):
     return script
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "measure.sh"])
 def test_a_folder_is_needed(run, name):
     done, calls = run(name)
     assert done.returncode == 2 and "needed a folder to write to; got none" in done.stderr and calls == []
@@ -101,6 +101,28 @@ def test_fsdp2_whose_control_agrees_proves_nothing(run):
 def test_fsdp2_stops_at_a_side_that_failed(run):
     done, calls = run("fsdp2.sh", "out", codes={"record trainer": 2})
     assert done.returncode == 2 and len(calls) == 2
+
+
+def test_measure_runs_three_arms_with_graphs_of_a_full_step_and_of_512(run, tmp_path):
+    done, calls = run("measure.sh", "out")
+    assert done.returncode == 0 and "passed in" in done.stdout.splitlines()[-1]
+    parsed = [build_parser().parse_args(call) for call in calls]
+    assert [call[0] for call in calls] == ["demo", "matrix", "bench", "bench", "bench"]
+    assert {arguments.preset for arguments in parsed} == {"real"}
+    assert len({str(arguments.json) for arguments in parsed}) == len(parsed)
+    assert len(list((tmp_path / "out").glob("*.log"))) == len(parsed)
+    assert parsed[0].layers == [48] and parsed[0].execution == ["graphs"]
+    engines = [arguments for arguments in parsed if hasattr(arguments, "arms")]
+    for arguments, largest in zip(engines, (8192, 512), strict=True):
+        assert sorted(arguments.arms) == ["hf-numerics", "stock", "stock-batch-invariant"]
+        assert arguments.engine["compilation_config"]["cudagraph_capture_sizes"][-1] == largest
+        assert arguments.step_tokens == 8192
+
+
+def test_measure_names_the_step_that_failed_and_goes_on(run):
+    done, calls = run("measure.sh", "out", codes={"bench ops": 1})
+    assert done.returncode == 1 and len(calls) == 5
+    assert done.stdout.splitlines()[-1] == "FAILED: bench-ops"
 
 
 SANITIZER = """#!{python}
