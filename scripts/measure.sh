@@ -4,9 +4,9 @@
 #
 #     bash scripts/measure.sh FOLDER
 #
-# the table at 48 layers, media token by token in decode graphs, every op, and the engine's three arms in one run, once
-# with CUDA graphs up to a full step of 8,192 tokens and once up to 512. JSON and logs go to FOLDER, logs from their
-# first second on; a step is given up after LIMIT seconds (660) and the next one runs.
+# the table at 48 layers, media token by token in decode graphs and text after it, every op, and the engine's
+# three arms in one run, once with CUDA graphs up to a full step of 8,192 tokens and once up to 512. JSON and logs go to
+# FOLDER, logs from their first second on; a step is given up after LIMIT seconds (660) and the next one runs.
 # Exit code 0: every step ended with 0; the last line names those that did not.
 set -uo pipefail
 
@@ -37,7 +37,8 @@ graphs() { local IFS=,; echo "{\"compilation_config\":{\"cudagraph_capture_sizes
 arms=(--arms stock hf-numerics stock-batch-invariant)
 memory='{"gpu_memory_utilization":0.55,"kv_cache_memory_bytes":4000000000}'  # leaves room for the trainer
 step table demo --layers 48 --tokens 1000 --execution graphs --keep table --engine "$memory"
-step matrix matrix --layers 4 --keep matrix --rows 'media-single*' media-text-after
+step matrix matrix --layers 4 --keep matrix --rows 'media-single*' media-text-after \
+  --engine '{"kv_cache_memory_bytes":4000000000}'
 step bench-ops bench ops
 step bench-engine-8192 bench engine "${arms[@]}" --keep bench-engine-8192 --profile profile.json \
   --engine "$(graphs 1 2 4 8 16 32 64 128 256 512 1024 2048 4096 6144 7168 7680 7936 8192)"
