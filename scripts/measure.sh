@@ -37,7 +37,7 @@ graphs() { local IFS=,; echo "{\"compilation_config\":{\"cudagraph_capture_sizes
 arms=(--arms stock hf-numerics stock-batch-invariant)
 memory='{"gpu_memory_utilization":0.55,"kv_cache_memory_bytes":4000000000}'  # leaves room for the trainer
 step table demo --layers 48 --tokens 1000 --execution graphs --keep table --engine "$memory"
-step matrix matrix --layers 4 --keep matrix --rows 'media-single*' media-text-after \
+step matrix matrix --layers 4 --keep matrix --rows media-tokens 'media-single*' media-text-after \
   --engine '{"kv_cache_memory_bytes":4000000000}'
 step bench-ops bench ops
 step bench-engine-8192 bench engine "${arms[@]}" --keep bench-engine-8192 --profile profile.json \

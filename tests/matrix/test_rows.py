@@ -14,7 +14,7 @@ from vllm_omni.hf_numerics.probe.matrix.run import ROWS
 pytestmark = pytest.mark.engine
 
 # Engines that compile take a minute each: `hf-numerics matrix --rows compiled 'compile-cache*'` runs them.
-ENGINES = ("refusals", "base", "tight", "tied", "serial", "media", "media-chunked")
+ENGINES = ("refusals", "base", "tight", "tied", "serial", "media", "media-chunked", "media-tokens")
 HERE = [row for row in select(ROWS, (), "cpu") if row.engine in ENGINES]
 
 

@@ -30,6 +30,14 @@ _CUDA = ("cuda",)
 _SPAWNED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # All in one process: the first step finds every request, since they are added before it.
 _ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# A step takes one token of each of two requests, of their prompts too. (A budget of one token does not start: vLLM
+# takes a stride of the positions for a size.)
+_BY_TOKEN: dict[str, Any] = {
+    "requests": 2,
+    "environment": _ONE_PROCESS,
+    "long_prefill_token_threshold": 1,
+    "async_scheduling": False,
+}
 
 
 def _graphs(mode: str, **compilation: Any) -> dict[str, Any]:
@@ -49,7 +57,7 @@ def _media(
     arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": media, "worker_extension_cls": _MEDIA_WORKER}
     arguments |= {"max_num_batched_tokens": step_tokens, "max_num_seqs": requests, **(graphs or {}), **more}
     if graphs is None:
-        return Engine(name, arguments, checkpoint="media")
+        return Engine(name, arguments, environment=environment or {}, checkpoint="media")
     return Engine(name, arguments, "graphs", environment or {}, checkpoint="media", devices=_CUDA)
 
 
@@ -73,17 +81,9 @@ _ALL = (
     _media("media", 512),
     _media("media-chunked", 40),
     _media("media-full", 64, graphs=_graphs("FULL")),
-    # A step takes one token of each of two requests, of their prompts too, which FULL_AND_PIECEWISE runs from a full
-    # graph but for the first. (A budget of one token does not start: vLLM takes a stride of the positions for a size.)
-    _media(
-        "media-single",
-        64,
-        requests=2,
-        graphs=_graphs("FULL_AND_PIECEWISE"),
-        environment=_ONE_PROCESS,
-        long_prefill_token_threshold=1,
-        async_scheduling=False,
-    ),
+    _media("media-tokens", 64, **_BY_TOKEN),
+    # FULL_AND_PIECEWISE runs such steps from a full graph, but for the first.
+    _media("media-single", 64, graphs=_graphs("FULL_AND_PIECEWISE"), **_BY_TOKEN),
     Engine("compiled", {"max_num_seqs": 8}, "graphs", devices=("cpu",)),
     Engine("full-and-piecewise", {**_graphs("FULL_AND_PIECEWISE"), "enable_sleep_mode": True}, "graphs", devices=_CUDA),
     Engine("piecewise", _graphs("PIECEWISE", custom_ops=["none"]), "graphs", devices=_CUDA),

@@ -13,9 +13,9 @@ from vllm_omni.hf_numerics.probe.matrix.bench import Bench
 from vllm_omni.hf_numerics.probe.matrix.media import AUDIO, FILM, IMAGE, VIDEO, Part
 from vllm_omni.hf_numerics.probe.matrix.rows import CONTROL, Row
 
-__all__ = ["CHUNKED", "ENGINE", "FULL", "ROWS", "SINGLE"]
+__all__ = ["CHUNKED", "ENGINE", "FULL", "ROWS", "SINGLE", "TOKENS"]
 
-ENGINE, CHUNKED, FULL, SINGLE = "media", "media-chunked", "media-full", "media-single"
+ENGINE, CHUNKED, FULL, TOKENS, SINGLE = "media", "media-chunked", "media-full", "media-tokens", "media-single"
 _CUDA = ("cuda",)
 # Image and video sizes are multiples of 32 pixels, a token each.
 _IMAGE = ["Look: ", (IMAGE, 1, 64, 96), " and tell."]
@@ -27,6 +27,7 @@ _FILM = ["See and hear ", (FILM, 11, 4, 64, 96, 32000), " through."]
 _TEXT = ["No picture here, and none left over from the one before."]
 _MORE_TEXT = ["Here neither: what was left over would be seen in it."]
 _LARGE = ["A large one: ", (IMAGE, 9, 256, 256), " after it."]
+_SINGLY = (_IMAGE, _LARGE, _VIDEO, _AUDIO, _FILM)  # at most one picture and one sound each: see _twins
 
 
 def _check(*prompts: Sequence[Part]) -> Callable[[Bench], None]:
@@ -108,11 +109,21 @@ def _graph(bench: Bench) -> None:
     bench.observe(replays=[f"{run['replays']} of {run['steps']}" for run in seen])
 
 
-def _single(bench: Bench) -> None:
-    """A token of each of two prompts a step: vLLM gives a request that is alone all of a step's budget."""
-    seen = [_in_graphs(bench, _twins(prompt)) for prompt in (_IMAGE, _LARGE, _VIDEO, _AUDIO, _FILM)]
+def _need_single_tokens(bench: Bench, seen: Sequence[dict[str, Any]]) -> None:
+    """vLLM gives a request that is alone all of a step's budget: two that arrive together get a token each."""
     for run in seen:
         bench.need(run["steps"] >= max(run["lengths"]), "a step for each token of a prompt", run)
+
+
+def _tokens(bench: Bench) -> None:
+    seen = [bench.check_media(_twins(prompt), bench.tokens(8)) for prompt in _SINGLY]
+    _need_single_tokens(bench, seen)
+    bench.observe(steps=[run["steps"] for run in seen])
+
+
+def _single(bench: Bench) -> None:
+    seen = [_in_graphs(bench, _twins(prompt)) for prompt in _SINGLY]
+    _need_single_tokens(bench, seen)
     bench.observe(replays=[f"{run['replays']} of {run['steps']}" for run in seen])
 
 
@@ -140,6 +151,7 @@ ROWS = (
     Row("media-film-chunked", "chunk boundaries inside a video with its audio", CHUNKED, _films),
     Row("media-full-graph", "images, video and audio in full CUDA graphs", FULL, _graph, devices=_CUDA),
     Row("media-full-graph-text", "text after an image in full CUDA graphs", FULL, _text_after, devices=_CUDA),
+    Row("media-tokens", "an image, a video, an audio token by token", TOKENS, _tokens),
     Row("media-single", "an image, a video, an audio token by token in decode graphs", SINGLE, _single, devices=_CUDA),
     Row("media-single-text", "text after an image, token by token", SINGLE, _text_after, devices=_CUDA),
 )
