@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_omni.hf_numerics.ops.token_logprobs import _aligned, token_logprobs
@@ -184,10 +185,27 @@ def test_other_shapes_are_refused(logits_shape: tuple[int, ...], ids_shape: tupl
         token_logprobs(torch.zeros(logits_shape), torch.zeros(ids_shape, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match="temperature above 0"):
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 0.0099, float("nan"), float("inf"), torch.ones(3), None])
+def test_a_temperature_that_no_request_has_is_refused(temperature) -> None:
+    with pytest.raises(ValueError, match="needed one temperature from 0.01"):
         token_logprobs(torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64), temperature)
+
+
+def test_the_smallest_temperature_is_vllms() -> None:
+    assert SamplingParams(temperature=0.005).temperature == SamplingParams(temperature=0.01).temperature == 0.01
+    logits = torch.arange(30.0).view(3, 10)
+    assert token_logprobs(logits, torch.zeros(3, dtype=torch.int64), 0.01).tolist() == pytest.approx([-900.0] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_ids_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"needed token_ids as integers; got {dtype}"):
+        token_logprobs(torch.zeros(3, 10), torch.ones(3, dtype=dtype))
+
+
+def test_v2_needs_cuda() -> None:
+    with pytest.raises(ValueError, match="needed logits on CUDA for model_runner 'v2'.*got cpu"):
+        token_logprobs(torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64), model_runner="v2")
 
 
 def test_an_unknown_runner_is_refused() -> None:

@@ -150,6 +150,39 @@ def test_mask_of_another_shape(shape):
         _layout(1, 8, attention_mask=torch.ones(shape))
 
 
+HOLE = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1]])  # a padded prompt, and its response behind the padding
+
+
+@pytest.mark.parametrize("rows", [None, 2, 3, 4])
+@pytest.mark.parametrize("fill", [0, 1])
+def test_a_sequence_goes_on_behind_padding_inside_it(rows, fill):
+    positions = (HOLE.cumsum(-1) - 1).masked_fill(HOLE == 0, fill)
+    given = {None: None, 2: positions}.get(rows, positions.expand(rows or 0, -1, -1))
+    layout = _layout(1, 9, attention_mask=HOLE, position_ids=given)
+    assert layout.lengths == (7,) and layout.index.tolist() == [0, 1, 2, 5, 6, 7, 8]
+    _assert_consistent(layout, 9)
+
+
+def test_a_sequence_may_begin_behind_padding_inside_a_row():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 0, 1, 2, 3]])
+    assert _layout(1, 9, attention_mask=HOLE, position_ids=positions).lengths == (3, 4)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_positions_that_count_padding_inside_a_sequence(rows):
+    """No rollout has a gap there; taken for a new sequence, the response would not see its prompt."""
+    positions = torch.arange(9)[None] if rows == 2 else torch.arange(9).expand(4, 1, 9)
+    with pytest.raises(ValueError, match="count the real tokens of a row; got some that count the padding"):
+        _layout(1, 9, attention_mask=HOLE, position_ids=positions)
+
+
+@pytest.mark.parametrize("mask", [[[0.0, float("-inf")]], [[1, 2]], [[-1, 1]], [[0.5, 1.0]], [[float("nan"), 1.0]]])
+def test_a_mask_of_other_values(mask):
+    """Additive masks, and numbers of packed sequences: as ones and zeros they would mean something else."""
+    with pytest.raises(ValueError, match="needed an attention_mask of ones and zeros; got values from"):
+        _layout(1, 2, attention_mask=torch.tensor(mask))
+
+
 def test_place_does_not_keep_what_lay_in_the_padding():
     layout = _layout(1, 4, attention_mask=torch.tensor([[0, 1, 1, 0]]))
     assert_bitwise_equal(layout.place(torch.tensor([[1.0], [2.0]]), 4), torch.tensor([[0.0], [1.0], [2.0], [0.0]]))

@@ -2,6 +2,8 @@
 """What aligned models set outside of themselves: counted, and taken back to what it was."""
 
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -47,6 +49,63 @@ def test_a_failed_enable_holds_nothing():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="not here"):
             setting.acquire()
+
+
+def test_a_holder_that_comes_while_the_last_one_goes():
+    """Finalizers release in any thread: whoever holds the setting has it on."""
+    state, leaving = {"on": False}, threading.Event()
+
+    def enable():
+        state["on"] = True
+
+        def disable():
+            leaving.set()
+            time.sleep(0.2)  # long enough for the other thread to arrive
+            state["on"] = False
+
+        return disable
+
+    setting = SharedSetting("a setting", enable)
+    setting.acquire()
+    thread = threading.Thread(target=setting.release)
+    thread.start()
+    assert leaving.wait(10)
+    setting.acquire()
+    thread.join()
+    assert state["on"]
+    setting.release()
+    assert not state["on"]
+
+
+def test_a_finalizer_that_releases_while_another_acquires():
+    """Garbage may be collected between any two steps of the same thread, so also inside `acquire`."""
+    state = {"on": False}
+
+    def enable():
+        state["on"] = True
+        return lambda: state.update(on=False)
+
+    class Collecting(SharedSetting):
+        """Its counter lets go of the first holder when the second is counted."""
+
+        armed = False
+
+        @property
+        def _holders(self):
+            return self.count
+
+        @_holders.setter
+        def _holders(self, value):
+            self.count = value
+            if self.armed and value == 2:
+                self.armed = False
+                self.release()
+
+    setting = Collecting("a setting", enable)
+    setting.acquire()
+    setting.armed = True
+    setting.acquire()
+    assert state["on"] and setting.count == 1
 
 
 def test_inductors_setting_of_the_user_comes_back():

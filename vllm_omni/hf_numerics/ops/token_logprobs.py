@@ -20,6 +20,9 @@ batch to float32 as soon as one neighbour needs processing, so its last bit depe
 Source: ``vllm.v1.worker.gpu.sample.logprob.compute_token_logprobs``, ``vllm.v1.sample.sampler.Sampler``.
 """
 
+import math
+from numbers import Real
+
 import torch
 
 __all__ = ["token_logprobs"]
@@ -27,6 +30,8 @@ __all__ = ["token_logprobs"]
 # vLLM pads the vocabulary to this multiple; a Triton load is as wide as the row's alignment lets it be, and that
 # width shapes the reduction tree.
 _VOCAB_ALIGNMENT = 64
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SMALLEST_TEMPERATURE = 0.01  # vllm.sampling_params._MAX_TEMP
 # Rows of float32 probabilities that the backward holds at once.
 _BACKWARD_ROWS = 1024
 
@@ -84,19 +89,29 @@ def token_logprobs(
     """Log-probability of ``token_ids[i]`` under ``logits[i]``; see the module's contract.
 
     Raises:
-        ValueError: shapes that do not match, ids outside the vocabulary, a temperature that is not positive, or an
-            unknown ``model_runner``.
+        ValueError: shapes that do not match, ids that are no integers or outside the vocabulary, a temperature that is
+            not one number from 0.01 (vLLM raises a smaller one to that), an unknown ``model_runner``, or "v2" on a CPU.
     """
     if logits.dim() != 2 or token_ids.shape != logits.shape[:1]:
         raise ValueError(
             f"needed logits [T, V] and token_ids [T]; got {tuple(logits.shape)} and {tuple(token_ids.shape)}; "
             "flatten the batch first"
         )
-    if not temperature > 0.0:
-        raise ValueError(f"needed a temperature above 0; got {temperature}; greedy requests have no log-prob to match")
-    runner = model_runner or ("v2" if logits.device.type == "cuda" else "v1")
+    if token_ids.dtype not in _INTEGERS:
+        raise ValueError(f"needed token_ids as integers; got {token_ids.dtype}")
+    if not isinstance(temperature, Real) or not _SMALLEST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"needed one temperature from {_SMALLEST_TEMPERATURE}, to which vLLM raises what lies between it and 0; "
+            f"got {temperature!r}; greedy requests have no log-prob to match"
+        )
+    default = "v2" if logits.device.type == "cuda" else "v1"
+    runner = default if model_runner is None else model_runner
     if runner not in ("v1", "v2"):
         raise ValueError(f"needed model_runner 'v1', 'v2' or None; got {model_runner!r}; set one of these")
+    if runner == "v2" and default == "v1":
+        raise ValueError(
+            f"needed logits on CUDA for model_runner 'v2', a Triton kernel; got {logits.device}; recompute there"
+        )
     if logits.shape[0] == 0:
         return logits.sum(dim=-1, dtype=torch.float32)  # [0], and part of the graph
     # One host synchronisation: vLLM's kernel would read out of bounds, at -100 for instance.

@@ -83,17 +83,18 @@ def draw_weights(model: Any, seed: int) -> None:
 
 
 @contextmanager
-def set_numerics(model: Any, kind: str) -> Iterator[None]:
-    """Give the model one of `NUMERICS` for the length of a ``with`` block."""
-    from vllm_omni.hf_numerics.trainer import align
+def set_numerics(model: Any, kind: str) -> Iterator[Any]:
+    """Give the model one of `NUMERICS` for the length of a ``with`` block, which gets the alignment; None: plain."""
+    from vllm_omni.hf_numerics.trainer import Alignment, align
 
     if kind == "plain":
-        yield
+        yield None
         return
-    with align(model, fused=kind != "aligned_unfused"):
+    with align(model, fused=kind != "aligned_unfused") as handle:
         if kind == "aligned_grouped_mm":
-            model.model.config._experts_implementation_internal = "grouped_mm"  # align's undo restores it
-        yield
+            assert isinstance(handle, Alignment)  # nobody else has aligned this process's model
+            handle.exchange(model.model.config, "_experts_implementation_internal", "grouped_mm")
+        yield handle
 
 
 def temperature_of(semantics: Mapping[str, Any]) -> float:
@@ -247,8 +248,8 @@ class Trainer:
         """Run one prompt and write what its rows were after every op to ``out``; returns the names of the ops."""
         from vllm_omni.hf_numerics.probe.taps_transformers import capture_transformers
 
-        with set_numerics(self.model, numerics):
-            return capture_transformers(self.model, prompt, Path(out), inject)
+        with set_numerics(self.model, numerics) as alignment:
+            return capture_transformers(self.model, prompt, Path(out), inject, alignment)
 
     def answer(self, request: dict[str, Any]) -> Any:
         return getattr(self, request.pop("do"))(**request)

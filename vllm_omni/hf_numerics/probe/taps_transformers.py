@@ -54,12 +54,12 @@ def _hook_transformers_layer(recorder: Recorder, index: int, layer: Any) -> None
     recorder.hook(layer.mlp, after=lambda m, a, out: recorder.take(index, "experts", out, 2))
 
 
-def _watch_rotary(recorder: Recorder, text: Any) -> Callable[[], None]:
+def _watch_rotary(recorder: Recorder, text: Any, alignment: Any) -> Callable[[], None]:
     """Record what the attention interface is given: q and k after rotation. Returns the undo."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    from vllm_omni.hf_numerics.trainer.attention import attention_forward, no_mask
+    from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME, attention_forward, no_mask
 
     def recording(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         index = module.layer_idx
@@ -68,28 +68,29 @@ def _watch_rotary(recorder: Recorder, text: Any) -> Callable[[], None]:
         return attention_forward(module, query, key, *args, **kwargs)
 
     name = "hf_numerics_recording"
-    before = text.config._attn_implementation_internal
     AttentionInterface.register(name, recording)
     AttentionMaskInterface.register(name, no_mask)
-    text.config._attn_implementation_internal = name
-    return lambda: setattr(text.config, "_attn_implementation_internal", before)
+    setting = (text.config, "_attn_implementation_internal")
+    alignment.exchange(*setting, name)
+    return lambda: alignment.exchange(*setting, ATTENTION_NAME)
 
 
 @torch.no_grad()
-def capture_transformers(thinker: Any, prompt: list[int], out: Path, inject: dict[str, Any] | None) -> list[str]:
-    """Run one prompt through an aligned thinker and write every point's rows (the logits: the last row).
+def capture_transformers(
+    thinker: Any, prompt: list[int], out: Path, inject: dict[str, Any] | None, alignment: Any = None
+) -> list[str]:
+    """Run one prompt through a thinker and write every point's rows (the logits: the last row).
 
     Args:
-        thinker: transformers' thinker, aligned, or plain (then q and k after rotation are not recorded).
+        thinker: transformers' thinker.
         prompt: the tokens.
         out: safetensors file to write.
         inject: as in `taps_vllm.VllmCapture`.
+        alignment: the thinker's `Alignment`; None: it is plain, and q and k after rotation are not recorded.
 
     Returns:
         Names of the points, in order.
     """
-    from vllm_omni.hf_numerics.trainer.attention import ATTENTION_NAME
-
     text = thinker.model
     recorder = Recorder(inject)
     for index, layer in enumerate(text.layers):
@@ -97,9 +98,7 @@ def capture_transformers(thinker: Any, prompt: list[int], out: Path, inject: dic
     recorder.hook(text.norm, after=lambda m, a, value: recorder.take(None, "final_norm", value, 2))
     recorder.hook(thinker.lm_head, before=lambda m, a, kw: ((a[0][:, -1:],), kw))
     recorder.hook(thinker.lm_head, after=lambda m, a, value: recorder.take(None, "lm_head", value, 2))
-    undo = None
-    if text.config._attn_implementation_internal == ATTENTION_NAME:
-        undo = _watch_rotary(recorder, text)
+    undo = None if alignment is None else _watch_rotary(recorder, text, alignment)
     try:
         ids = torch.tensor([prompt], device=thinker.lm_head.weight.device)
         thinker(input_ids=ids, position_ids=torch.arange(len(prompt), device=ids.device)[None], use_cache=False)

@@ -31,6 +31,8 @@ from vllm_omni.hf_numerics.trainer.router import fused_router_forward, router_fo
 
 __all__ = ["align"]
 
+# What `requirements_check` lets a rollout run in.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HANDLE = "_hf_numerics_alignment"
 _EXACT_INV_FREQ = "_hf_numerics_inv_freq"
 
@@ -100,6 +102,8 @@ def _check_stream(rotary: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     A weight's would not do: FSDP2 may keep it in another dtype than the one that it computes in.
     """
     stream = args[0] if args else kwargs["x"]
+    if stream.dtype not in _DTYPES:
+        raise ValueError(f"needed a residual stream in a rollout's dtype, one of {_DTYPES}; got {stream.dtype}")
     _check_autocast(stream)
     if stream.device.type == "cuda":
         proof.prove_tiles(rotary.config, stream.dtype, stream.device)
@@ -110,6 +114,7 @@ def _with_layout(
     handle: Alignment, text_model: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the text model: find the batch's sequences once, for every layer."""
+    handle.check()
     names = list(inspect.signature(type(text_model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
@@ -129,62 +134,83 @@ def _with_layout(
     return args, kwargs
 
 
-def _set_forward(handle: Alignment, module: nn.Module, forward: Callable[..., Any]) -> None:
+def _set_forward(handle: Alignment, parent: nn.Module, name: str, forward: Callable[..., Any]) -> None:
+    module = getattr(parent, name)
+    kind = type(module)
+    if isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward:
+        raise ValueError(f"needed {name} as a plain torch.nn.Linear; got {kind.__name__}, which computes otherwise")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"needed {kind.__name__}.forward of {name} as its class has it; got {vars(module)['forward']!r:.80}; "
+            "load the model without offload (device_map), or take back what wraps it"
+        )
+    handle.keep(parent, name)
     # No bound method: pickle would look the function up in the module's class.
-    handle.set(module, "forward", functools.partial(forward, module), f"{type(module).__name__}.forward")
+    handle.set(module, "forward", functools.partial(forward, module), f"{kind.__name__}.forward")
 
 
 def _set_implementations(handle: Alignment, text: Any) -> None:
     """Name our attention and experts in a config of this model's own: another model may share the one it has."""
     shared = text.config
     own = copy.copy(shared)
-    own._attn_implementation_internal = ATTENTION_NAME
-    own._experts_implementation_internal = EXPERTS_NAME
+    handle.set(own, "_attn_implementation_internal", ATTENTION_NAME)
+    handle.set(own, "_experts_implementation_internal", EXPERTS_NAME)
     for module in text.modules():
         if vars(module).get("config") is shared:
             handle.set(module, "config", own)
     handle.changes.append(f"attention {ATTENTION_NAME!r}, experts {EXPERTS_NAME!r}")
 
 
-def _exact_rotary(handle: Alignment, rotary: Any) -> None:
+def _exact_rotary(handle: Alignment, text: Any) -> None:
     """Elementwise angles; and the CPU's frequencies where the buffer holds others (built on a GPU, or cast)."""
+    rotary = text.rotary_emb
     config = rotary.config
     exact = default_inv_freq(proof.head_dim(config), config.rope_parameters["rope_theta"])
     handle.set(rotary, _EXACT_INV_FREQ, exact)
     held = rotary.inv_freq
     if held.device.type != "meta" and (held.dtype != exact.dtype or not torch.equal(held, exact.to(held.device))):
         handle.set(rotary, "inv_freq", exact.to(held.device, copy=True), "rotary_emb.inv_freq repaired")
-    _set_forward(handle, rotary, _rotary_forward)
+    _set_forward(handle, text, "rotary_emb", _rotary_forward)
+
+
+def _refuse_adapters(thinker: Any) -> None:
+    adapted = (name for name, module in thinker.named_modules() if type(module).__module__.startswith("peft."))
+    if (name := next(adapted, None)) is not None:
+        raise ValueError(
+            f"needed plain weights; got an adapter of peft at {name}; merge_and_unload() it, as the rollout must have "
+            "its weights merged too"
+        )
+    if not isinstance(thinker.lm_head, nn.Linear):
+        raise ValueError(f"needed lm_head as a plain torch.nn.Linear; got {type(thinker.lm_head).__name__}")
 
 
 def _apply(handle: Alignment, thinker: Any, fused: bool) -> None:
     text = thinker.model
-    adapted = next((name for name, module in thinker.named_modules() if hasattr(module, "lora_A")), None)
-    if adapted is not None:
-        raise ValueError(
-            f"needed plain weights; got a LoRA adapter at {adapted}; merge_and_unload() it, as the rollout must have "
-            "its weights merged too"
-        )
+    _refuse_adapters(thinker)
     device = thinker.lm_head.weight.device
     _check_config(thinker.config, device)
     handle.set(thinker, _HANDLE, handle)
     _prepare(handle, text.config, device)
     _set_implementations(handle, text)
-    _exact_rotary(handle, text.rotary_emb)
+    _exact_rotary(handle, text)
     handle.add_hook(
         text.register_forward_pre_hook(functools.partial(_with_layout, handle), with_kwargs=True),
         "sequence layout hook",
     )
     handle.add_hook(text.rotary_emb.register_forward_pre_hook(_check_stream, with_kwargs=True), "stream dtype hook")
+    handle.keep(text, "embed_tokens")
+    for layer in text.layers:
+        handle.keep(layer.mlp, "experts")
     routers = {id(layer.mlp.gate) for layer in text.layers}
     norms = (type(text.norm), type(text.layers[0].input_layernorm))  # two classes of one formula
-    for module in (*text.modules(), thinker.lm_head):
-        if isinstance(module, nn.Linear):
-            _set_forward(handle, module, _linear_forward)
-        elif id(module) in routers:
-            _set_forward(handle, module, fused_router_forward if fused else router_forward)
-        elif fused and isinstance(module, norms):
-            _set_forward(handle, module, norm_forward)
+    for parent in (thinker, *text.modules()):
+        for name, module in parent.named_children():
+            if isinstance(module, nn.Linear):
+                _set_forward(handle, parent, name, _linear_forward)
+            elif id(module) in routers:
+                _set_forward(handle, parent, name, fused_router_forward if fused else router_forward)
+            elif fused and isinstance(module, norms):
+                _set_forward(handle, parent, name, norm_forward)
 
 
 def align(model: nn.Module, fused: bool = True) -> Alignment | Borrowed:
@@ -207,10 +233,12 @@ def align(model: nn.Module, fused: bool = True) -> Alignment | Borrowed:
 
     Raises:
         TypeError: another model.
-        ValueError: a config that the rollout refuses (`model_requirements`), a model with LoRA adapters, or one that
-            is aligned already with another ``fused``.
+        ValueError: a config that the rollout refuses (`model_requirements`), a model with adapters of peft, with linear
+            layers of another class or with wrapped forwards (offload), or one that is aligned already with another
+            ``fused``.
         RuntimeError: an untested pair of versions, or CUDA without ``VLLM_BATCH_INVARIANT=1``. What CUDA needs is
-            checked at the first forward for a model that is moved there later.
+            checked at the first forward for a model that is moved there later. Every forward checks that nothing else
+            was put in the place of what was aligned (`Alignment.check`).
     """
     thinker = _thinker_of(model)
     handle = vars(thinker).get(_HANDLE)

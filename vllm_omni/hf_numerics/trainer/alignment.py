@@ -3,10 +3,12 @@
 
 import weakref
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from vllm_omni.hf_numerics.trainer.shared_setting import SharedSetting
@@ -20,10 +22,27 @@ class _Absent(Enum):
     ABSENT = 0
 
 
+@dataclass
+class _Setting:
+    """An attribute of a module or config: what it was, and what it is while aligned."""
+
+    owner: Any
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def stands(self) -> bool:
+        if isinstance(self.now, torch.Tensor):  # may be moved with its model, to another object
+            return True
+        held = getattr(self.owner, self.name, None)
+        return held is self.now or held == self.now
+
+
 class Alignment:
     """Handle of an aligned model: `undo` it, or use it as a context manager.
 
-    What to restore is kept as data, (owner, name, value), so that a deep copy of the model has a handle of its own.
+    What was set is kept as data, so that a deep copy of the model has a handle of its own.
 
     Attributes:
         changes: what was changed, in words, for logs.
@@ -33,17 +52,46 @@ class Alignment:
     def __init__(self, fused: bool = True) -> None:
         self.changes: list[str] = []
         self.fused = fused
-        self._restore: list[tuple[Any, str, Any]] = []
+        self._settings: list[_Setting] = []
+        self._kept: list[_Setting] = []
         self._hooks: list[Any] = []
         self._held: dict[SharedSetting, weakref.finalize] = {}
 
     def set(self, owner: Any, name: str, value: Any, change: str | None = None) -> None:
         """Set an attribute of a module or config, remembering what it was."""
         is_there = name in vars(owner) or (isinstance(owner, nn.Module) and name in owner._buffers)
-        self._restore.append((owner, name, getattr(owner, name) if is_there else _Absent.ABSENT))
+        before = getattr(owner, name) if is_there else _Absent.ABSENT
+        self._settings.append(_Setting(owner, name, before, value))
         setattr(owner, name, value)
         if change is not None:
             self.changes.append(change)
+
+    def keep(self, owner: nn.Module, name: str) -> None:
+        """Hold `check` to a submodule as it is now."""
+        child = getattr(owner, name)
+        self._kept.append(_Setting(owner, name, child, child))
+
+    def exchange(self, owner: Any, name: str, value: Any) -> None:
+        """Set anew what `set` has set; `undo` restores what was before both."""
+        [setting] = [s for s in self._settings if s.owner is owner and s.name == name]
+        setting.now = value
+        setattr(owner, name, value)
+
+    def check(self) -> None:
+        """What was set is still so, and the modules that it was set on are still the model's.
+
+        Raises:
+            RuntimeError: something else was put in its place, and a forward would not be exact: ``generate`` on a GPU
+                changes the experts, an adapter replaces modules, an offload hook wraps forwards.
+        """
+        for setting in (*self._settings, *self._kept):
+            if not setting.stands:
+                found = getattr(setting.owner, setting.name, None)
+                got = f"a {type(found).__qualname__}" if isinstance(found, nn.Module) else f"{found!r:.80}"
+                raise RuntimeError(
+                    f"needed {type(setting.owner).__name__}.{setting.name} as align left it; got {got}, put there "
+                    "since; undo() the alignment, and align after the last change to the model"
+                )
 
     def add_hook(self, hook: Any, change: str) -> None:
         """Take over a hook's removable handle."""
@@ -64,12 +112,13 @@ class Alignment:
         """Put everything back, last change first. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
-        while self._restore:
-            owner, name, value = self._restore.pop()
-            if value is _Absent.ABSENT:
-                vars(owner).pop(name, None)
+        self._kept.clear()
+        while self._settings:
+            setting = self._settings.pop()
+            if setting.before is _Absent.ABSENT:
+                vars(setting.owner).pop(setting.name, None)
             else:
-                setattr(owner, name, value)
+                setattr(setting.owner, setting.name, setting.before)
         while self._held:
             self._held.popitem()[1]()
 
@@ -78,7 +127,9 @@ class Alignment:
 
         Raises:
             ValueError: it was aligned with another ``fused``.
+            RuntimeError: it was changed since (`check`).
         """
+        self.check()
         if fused != self.fused:
             raise ValueError(
                 f"needed the fused={self.fused} that the model was aligned with; got fused={fused}; undo() that first"

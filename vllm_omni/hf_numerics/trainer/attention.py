@@ -9,6 +9,7 @@ from torch import nn
 
 from vllm_omni.hf_numerics.model_requirements import FLASH_ATTENTION
 from vllm_omni.hf_numerics.ops import attention as _attention  # noqa: F401  (registers the op)
+from vllm_omni.hf_numerics.trainer.first_order import first_order
 from vllm_omni.hf_numerics.trainer.layout import SequenceLayout
 
 __all__ = [
@@ -73,6 +74,7 @@ class _VarlenAttention(torch.autograd.Function):
         return _forward(q, k, v, layout, scale)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         if not ctx.layout.lengths:
             return *(torch.zeros_like(x) for x in ctx.saved_tensors), None, None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from vllm_omni.hf_numerics.ops import experts as _experts  # noqa: F401  (registers the op)
+from vllm_omni.hf_numerics.trainer.first_order import first_order
 
 __all__ = ["EXPERTS_NAME", "experts_forward", "grouped_mm", "register_experts"]
 
@@ -51,6 +52,7 @@ class _Experts(torch.autograd.Function):
         return torch.ops.hf_numerics.experts(hidden, gate_up, down, weights, ids)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         *differentiable, ids = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:5]  # frozen experts need no gradient of their weights

@@ -37,17 +37,29 @@ class SequenceLayout:
         return x.new_zeros((total, *x.shape[1:])).index_copy(0, self.index, x)
 
 
-def _starts(position_ids: torch.Tensor | None, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """``[B, T]`` bool: which tokens begin a sequence by position; column 0 always does."""
-    starts = torch.zeros((batch, length), dtype=torch.bool, device=device)
-    if position_ids is not None:
-        if position_ids.dim() == 3 and position_ids.shape[0] == 3:
-            # Time, height and width only: inside an image they do not count up, but only a first token is (0, 0, 0).
-            starts |= (position_ids == 0).all(dim=0)
-        else:
-            text = position_ids[0] if position_ids.dim() == 3 else position_ids
-            starts[:, 1:] = text[:, 1:] != text[:, :-1] + 1
-    starts[:, 0] = True
+def _starts(position_ids: torch.Tensor | None, index: torch.Tensor, length: int) -> torch.Tensor:
+    """``[N]`` bool: which of the tokens at the flat positions ``index`` begin a sequence; a row's first always does.
+
+    Raises:
+        ValueError: text positions that count padding between two tokens of a row.
+    """
+    starts = torch.ones_like(index, dtype=torch.bool)
+    starts[1:] = index[1:] // length != index[:-1] // length
+    if position_ids is None:
+        return starts
+    if position_ids.dim() == 3 and position_ids.shape[0] == 3:
+        # Time, height and width only: inside an image they do not count up, but only a first token is (0, 0, 0).
+        return starts | (position_ids.flatten(1)[:, index] == 0).all(dim=0)
+    text = (position_ids[0] if position_ids.dim() == 3 else position_ids).flatten()
+    padded = index.numel() < text.numel()
+    text = text[index]
+    step, gap = text[1:] - text[:-1], index[1:] - index[:-1]
+    if padded and bool(((step == gap) & (gap > 1) & ~starts[1:]).any()):
+        raise ValueError(
+            "needed position_ids that count the real tokens of a row; got some that count the padding between them; "
+            "use (attention_mask.cumsum(-1) - 1).clamp(min=0)"
+        )
+    starts[1:] |= step != 1
     return starts
 
 
@@ -59,19 +71,21 @@ def sequence_layout(
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> SequenceLayout:
-    """Find the sequences of a batch. One host synchronisation, once per forward.
+    """Find the sequences of a batch. A few host synchronisations, once per forward.
 
     Args:
         batch, length: shape of the batch.
         device: where the layout's tensors go.
         attention_mask: ``[B, T]``, zero or False at padding (left or right), or None.
         position_ids: ``[B, T]``, ``[4, B, T]`` (text row first), ``[3, B, T]`` (time, height, width) or None. A new
-            sequence starts where text positions stop counting up, or where all three of three rows are zero.
+            sequence starts where the text positions of real tokens stop counting up, or where all three of three rows
+            are zero.
         cu_seqlens: ``[S + 1]`` starts of packed sequences in a batch of one row, as FlashAttention takes them;
             decides alone where given.
 
     Raises:
-        ValueError: a shape that is none of these.
+        ValueError: a shape that is none of these, a mask of other values than 0 and 1, or text positions that count
+            padding between real tokens.
     """
     if cu_seqlens is not None:
         if batch != 1 or int(cu_seqlens[-1]) != length or int(cu_seqlens[0]) != 0:
@@ -95,7 +109,6 @@ def sequence_layout(
         )
     if batch * length == 0:
         raise ValueError(f"needed at least one token; got a batch of shape [{batch}, {length}]")
-    starts = _starts(position_ids, batch, length, device)
     index = None
     if attention_mask is not None:
         if attention_mask.shape != (batch, length):
@@ -103,14 +116,18 @@ def sequence_layout(
                 f"needed a 2-D attention_mask [{batch}, {length}]; got {tuple(attention_mask.shape)}; "
                 "causality and packing come from the layout, do not build a 4-D mask"
             )
-        real = attention_mask.to(device).bool()
-        # The first real token of a row starts a sequence, whatever its position is.
-        starts |= real & (real.cumsum(dim=1) == 1)
+        mask = attention_mask.to(device)
+        real = mask == 1
+        if not bool((real | (mask == 0)).all()):
+            raise ValueError(
+                f"needed an attention_mask of ones and zeros; got values from {mask.min()} to {mask.max()}; "
+                "sequences of a packed row are told by position_ids"
+            )
         if not bool(real.all()):
             index = real.flatten().nonzero()[:, 0]
-            starts = starts[real]
-    first = starts.flatten().nonzero()[:, 0].tolist()
     total = batch * length if index is None else index.numel()
+    starts = _starts(position_ids, torch.arange(total, device=device) if index is None else index, length)
+    first = starts.nonzero()[:, 0].tolist()
     bounds = [*first, total]
     lengths = tuple(end - start for start, end in zip(bounds, bounds[1:], strict=False))
     return SequenceLayout(index, torch.tensor(bounds, dtype=torch.int32, device=device), lengths)

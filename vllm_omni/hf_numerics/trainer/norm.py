@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from vllm_omni.hf_numerics.ops import rms_norm as _rms_norm
+from vllm_omni.hf_numerics.trainer.first_order import first_order
 
 __all__ = ["norm_forward"]
 
@@ -26,7 +26,7 @@ class _Norm(torch.autograd.Function):
         return torch.ops.hf_numerics.rms_norm(x, weight, eps)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         wanted = ctx.needs_input_grad[:2]
         # Autocast would run torch's in float32.

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from vllm_omni.hf_numerics.ops import linear as _linear  # noqa: F401  (registers the op)
 from vllm_omni.hf_numerics.ops.route import choose, from_logits
+from vllm_omni.hf_numerics.trainer.first_order import first_order
 
 __all__ = ["fused_router_forward", "router_forward"]
 
@@ -27,7 +27,7 @@ class _Choose(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad, _):
         logits, ids = ctx.saved_tensors
         with torch.enable_grad():

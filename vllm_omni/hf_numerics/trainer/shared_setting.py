@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings outside of a model that aligned models hold together."""
 
+import threading
 from collections.abc import Callable
 
 __all__ = ["SharedSetting"]
@@ -21,15 +22,23 @@ class SharedSetting:
         self._enable = enable
         self._holders = 0
         self._disable: Callable[[], None] | None = None
+        self._lock = threading.RLock()  # a finalizer may release in any thread, at any point of it
 
     def acquire(self) -> None:
-        if self._holders == 0:
-            self._disable = self._enable()
-        self._holders += 1
+        with self._lock:
+            self._holders += 1  # first: a finalizer that runs meanwhile may release another holder
+            if self._holders > 1:
+                return
+            try:
+                self._disable = self._enable()
+            except BaseException:
+                self._holders -= 1
+                raise
 
     def release(self) -> None:
-        assert self._holders > 0
-        self._holders -= 1
-        if self._holders == 0 and self._disable is not None:
-            self._disable()
-            self._disable = None
+        with self._lock:
+            assert self._holders > 0
+            self._holders -= 1
+            if self._holders == 0 and self._disable is not None:
+                self._disable()
+                self._disable = None
