@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vllm_omni.hf_numerics.probe.compare import Comparison, Difference, compare
@@ -82,15 +82,24 @@ def test_zeros_of_two_signs_differ():
     assert outcome.differing == 1 and outcome.first.ulp == 0 and outcome.ulp_histogram == {0: 1}
 
 
-@pytest.mark.parametrize("bits", [NAN, OTHER_NAN, INF, SIGN | INF, 0, SIGN])
+@pytest.mark.parametrize("bits", [INF, SIGN | INF, 0, SIGN])
 def test_equal_special_values(bits):
     assert _one(bits, bits).equal
 
 
-@pytest.mark.parametrize("left, right", [(NAN, OTHER_NAN), (NAN, ONE), (ONE, NAN), (INF, NAN), (SIGN | NAN, NAN)])
-def test_nan_differs_from_all_but_its_own_bits(left, right):
+@pytest.mark.parametrize("left, right", [(NAN, ONE), (ONE, NAN), (INF, NAN), (SIGN | NAN, INF)])
+def test_nan_differs_from_every_number(left, right):
     outcome = _one(left, right)
     assert outcome.differing == 1 and outcome.first.size == math.inf and outcome.largest == outcome.first
+
+
+@pytest.mark.parametrize("left, right", [(NAN, NAN), (NAN, OTHER_NAN), (SIGN | NAN, NAN)])
+def test_nan_on_both_sides_proves_nothing(left, right):
+    """A thinker that overflows gives NaN in the rollout and in the trainer: that is no parity."""
+    outcome = compare(_record([ONE, left, left]), _record([ONE, right, right], side="trainer"))
+    [obstacle] = outcome.obstacles
+    assert obstacle.startswith("no numbers: 2 of 3 log-probs are NaN on both sides, the first of request 0 at token 1")
+    assert not outcome.equal and outcome.compared == 0
 
 
 def test_a_difference_that_is_not_finite_is_the_largest():
@@ -100,6 +109,7 @@ def test_a_difference_that_is_not_finite_is_the_largest():
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=12))
 def test_counts_are_consistent(pairs):
+    assume(not any(math.isnan(value_of(a)) and math.isnan(value_of(b)) for a, b in pairs))
     left, right = zip(*pairs, strict=True)
     outcome = compare(_record(list(left)), _record(list(right), side="trainer"))
     differing = [i for i, (a, b) in enumerate(pairs) if a != b]
@@ -132,7 +142,7 @@ def _with_sequence(index: int, **changes) -> Record:
         (_record([1, 2, 3]), "inputs differ: 2 requests against 1"),
         (_record(), "inputs differ: 2 requests against 0"),
         (_with_sequence(1, prompt_token_ids=[7, 9]), "inputs differ: request 1, prompt_token_ids part at index 1"),
-        (_with_sequence(0, prompt_token_ids=[]), "inputs differ: request 0, prompt_token_ids part at index 0"),
+        (_with_sequence(0, prompt_token_ids=[8]), "inputs differ: request 0, prompt_token_ids part at index 0"),
         (_with_sequence(0, prompt_token_ids=[7, 8, 9]), "inputs differ: request 0, prompt_token_ids part at index 2"),
         (_with_sequence(0, token_ids=[10, 11, 99]), "inputs differ: request 0, token_ids part at index 2"),
         (
@@ -168,7 +178,7 @@ def test_text_positions_are_the_same_however_they_are_stored():
 
 def test_every_differing_input_is_named():
     other = _record([1, 2, 3], [4, 5])
-    other = dataclasses.replace(other, sequences=[dataclasses.replace(s, prompt_token_ids=[]) for s in other.sequences])
+    other = dataclasses.replace(other, sequences=[dataclasses.replace(s, prompt_token_ids=[1]) for s in other.sequences])
     assert [o.split(",")[0] for o in compare(_record([1, 2, 3], [4, 5]), other).obstacles] == [
         "inputs differ: request 0",
         "inputs differ: request 1",

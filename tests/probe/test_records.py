@@ -40,7 +40,7 @@ OBJECTS = st.dictionaries(st.text(max_size=5), JSON, max_size=3)
 def sequences(draw):
     token_ids = draw(TOKEN_IDS)
     bits = draw(st.lists(BITS, min_size=len(token_ids), max_size=len(token_ids)))
-    prompt = draw(TOKEN_IDS)
+    prompt = draw(TOKEN_IDS.filter(len))
     length = len(prompt) + len(token_ids)
     row = st.lists(st.integers(0, 2**20), min_size=length, max_size=length)
     positions = draw(st.none() | row | st.lists(row, min_size=3, max_size=3))
@@ -174,7 +174,7 @@ WRONG = {
     ("environment",): [None, [], "x"],
     ("fingerprint",): [None, [], 0],
     ("sequences",): [None, {}, "x", [None], [[]], ["x"], [1]],
-    ("sequences", 0, "prompt_token_ids"): [None, "12", {}, [-1], [1.0], ["1"], [True], [None], [[1]]],
+    ("sequences", 0, "prompt_token_ids"): [None, [], "12", {}, [-1], [1.0], ["1"], [True], [None], [[1]]],
     ("sequences", 0, "token_ids"): [None, [], [1], [1, 2, 3], [1, -2], [1, 2.5], [1, "2"], [False, 1]],
     ("sequences", 0, "positions"): [
         *(0, "xyz", {}, [], [[]], [1, 2, 3], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3]] * 4, [[0, 1, 2]] * 3, ["abcd"] * 3),
@@ -282,7 +282,7 @@ def test_positions_are_three_axes_however_they_are_stored():
     axes = [TokenSequence([1, 2], [3, 4], [5, 6], positions).axes for positions in stored]
     assert axes == [[text] * 3] * 3 + [image]
     assert (one_row_of_text([text] * 3), one_row_of_text(image)) == (text, image)
-    assert TokenSequence([], [], [], []).axes == [[]] * 3
+    assert TokenSequence([4], [], [], [0]).axes == [[0]] * 3
 
 
 def test_messages_name_needed_and_got():
@@ -292,7 +292,7 @@ def test_messages_name_needed_and_got():
     with pytest.raises(RecordError, match="needed side as 'rollout' or 'trainer'; got 'me'"):
         Record.from_json(json.dumps({**data, "side": "me"}))
     with pytest.raises(RecordError, match="needed one log-prob a token; got 2 tokens and 1 log-probs"):
-        TokenSequence([], [1, 2], [3])
+        TokenSequence([4], [1, 2], [3])
 
 
 def test_a_long_wrong_value_does_not_flood_the_message():

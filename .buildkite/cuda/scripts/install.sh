@@ -5,4 +5,3 @@ set -euo pipefail
 cd "$(dirname "$0")/../../.."
 python3 -m pip install --quiet -r requirements/cuda.txt -r requirements/test.txt
 python3 -m pip install --quiet --no-deps .
-VLLM_BATCH_INVARIANT=1 hf-numerics env  # ends with 1 where exactness cannot be expected

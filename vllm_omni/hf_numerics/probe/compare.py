@@ -45,7 +45,7 @@ class Comparison:
     """Outcome of `compare`.
 
     Attributes:
-        obstacles: why the two cannot be compared (inputs, semantics, weights); empty where they can.
+        obstacles: why the two cannot be compared (inputs, semantics, weights, NaN on both sides); empty where they can.
         compared: how many log-probs were compared.
         differing: how many had other bits.
         first: the first difference in request order, or None.
@@ -76,6 +76,16 @@ def _position_apart(a: TokenSequence, b: TokenSequence) -> int | None:
     return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
 
 
+def _absent(left: Record, right: Record) -> list[tuple[int, int]]:
+    """(request, position) of the log-probs that are NaN on both sides."""
+    return [
+        (request, position)
+        for request, (a, b) in enumerate(zip(left.sequences, right.sequences, strict=True))
+        for position, (x, y) in enumerate(zip(a.logprob_bits, b.logprob_bits, strict=True))
+        if math.isnan(value_of(x)) and math.isnan(value_of(y))
+    ]
+
+
 def _obstacles(left: Record, right: Record) -> list[str]:
     found = []
     if len(left.sequences) != len(right.sequences):
@@ -102,6 +112,12 @@ def _obstacles(left: Record, right: Record) -> list[str]:
         ours, theirs = left.semantics.get(name), right.semantics.get(name)
         if ours != theirs:
             found.append(f"semantics differ: {name} is {ours!r} against {theirs!r}")
+    if not found and (absent := _absent(left, right)):
+        request, position = absent[0]
+        found.append(
+            f"no numbers: {len(absent)} of {left.tokens} log-probs are NaN on both sides, the first of request {request} "
+            f"at token {position}; equal bits of a NaN prove nothing"
+        )
     if left.tokens == 0:
         found.append("nothing to compare: no generated token in the records")
     return found
@@ -119,7 +135,7 @@ def _differences(left: Record, right: Record) -> list[Difference]:
 def compare(left: Record, right: Record) -> Comparison:
     """Compare every log-prob of two records as bits.
 
-    NaN equals NaN of the same bits; -0.0 differs from +0.0.
+    NaN on both sides is an obstacle, on one side a difference; -0.0 differs from +0.0.
     """
     if found := _obstacles(left, right):
         return Comparison(obstacles=found)

@@ -79,6 +79,8 @@ class TokenSequence:
             values = getattr(self, name)
             if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
                 raise RecordError(f"needed {name} as a list of non-negative integers; got {values!r:.80}")
+        if not self.prompt_token_ids:
+            raise RecordError("needed a prompt of at least one token; got none, so nothing predicts the first token")
         if len(self.token_ids) != len(self.logprob_bits):
             raise RecordError(
                 f"needed one log-prob a token; got {len(self.token_ids)} tokens and {len(self.logprob_bits)} log-probs"
