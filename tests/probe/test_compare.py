@@ -178,7 +178,8 @@ def test_text_positions_are_the_same_however_they_are_stored():
 
 def test_every_differing_input_is_named():
     other = _record([1, 2, 3], [4, 5])
-    other = dataclasses.replace(other, sequences=[dataclasses.replace(s, prompt_token_ids=[1]) for s in other.sequences])
+    changed = [dataclasses.replace(sequence, prompt_token_ids=[1]) for sequence in other.sequences]
+    other = dataclasses.replace(other, sequences=changed)
     assert [o.split(",")[0] for o in compare(_record([1, 2, 3], [4, 5]), other).obstacles] == [
         "inputs differ: request 0",
         "inputs differ: request 1",

@@ -115,8 +115,8 @@ def _obstacles(left: Record, right: Record) -> list[str]:
     if not found and (absent := _absent(left, right)):
         request, position = absent[0]
         found.append(
-            f"no numbers: {len(absent)} of {left.tokens} log-probs are NaN on both sides, the first of request {request} "
-            f"at token {position}; equal bits of a NaN prove nothing"
+            f"no numbers: {len(absent)} of {left.tokens} log-probs are NaN on both sides, the first of request "
+            f"{request} at token {position}; equal bits of a NaN prove nothing"
         )
     if left.tokens == 0:
         found.append("nothing to compare: no generated token in the records")
