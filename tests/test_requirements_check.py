@@ -36,6 +36,7 @@ REFUSED = [
     ("speculative", "ngram", "no speculative decoding", "method='ngram'"),
     ("speculative", "unnamed", "no speculative decoding", "method='unnamed'"),
     ("return_routed_experts", True, "enable_return_routed_experts off", "got on"),
+    ("kv_connector", "ExampleConnector", "keys and values of this engine alone", "kv_connector='ExampleConnector'"),
     ("rope_parameters", {**ROPE, "rope_type": "yarn"}, "rope_type 'default'", "'yarn'"),
     ("rope_parameters", {**ROPE, "rope_type": "dynamic"}, "rope_type 'default'", "'dynamic'"),
     ("rope_parameters", {**ROPE, "partial_rotary_factor": 0.5}, "the whole head", "partial_rotary_factor=0.5"),
@@ -72,6 +73,7 @@ REMEDY = {
     "lora": "merge the adapter",
     "speculative": "remove speculative_config",
     "return_routed_experts": "switch it off",
+    "kv_connector": "remove kv_transfer_config and kv_offloading_size",
     "dual_chunk_attention": "remove it from the config",
     "sliding_window": "remove it from the config",
     "tied": "set both in the checkpoint's config",
@@ -217,6 +219,18 @@ def test_moe_backend_name_is_vllms():
     assert UnquantizedMoeBackend.TRITON.value == "TRITON"
 
 
+@pytest.mark.parametrize("dtype, resolved", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")])
+def test_head_of_another_dtype_is_refused(dtype, resolved):
+    with pytest.raises(HFNumericsRefusal, match=f"dtype {dtype}; got head_dtype='{resolved}'; remove head_dtype from"):
+        checks.check_head_dtype(resolved, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_head_of_the_models_dtype_is_accepted(dtype):
+    checks.check_head_dtype(dtype, dtype)
+    checks.check_head_dtype(None, dtype)
+
+
 @pytest.mark.parametrize("resolved", ["FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "flash_attn", ""])
 def test_attention_backend_refused_on_cuda(resolved):
     with pytest.raises(HFNumericsRefusal) as caught:
@@ -277,16 +291,29 @@ def test_facts_of_a_real_configuration(tiny_vllm_config):
     assert checks.refusals(dataclasses.replace(facts, versions=TESTED_VERSIONS)) == []
 
 
+def test_routed_experts_are_read_where_vllm_keeps_them(tiny_vllm_config):
+    """On the CPU vLLM itself refuses the option, so it is set behind that."""
+    config = tiny_vllm_config({"hf_numerics": True})
+    assert not EngineFacts.from_vllm_config(config).return_routed_experts
+    config.aux_output_config.enable_return_routed_experts = True
+    facts = dataclasses.replace(EngineFacts.from_vllm_config(config), versions=TESTED_VERSIONS)
+    [message] = checks.refusals(facts)
+    assert "needed enable_return_routed_experts off; got on" in message
+
+
 def _text_config(**values):
     return {"hf_overrides": {"thinker_config": {"text_config": values}}}
 
 
+KV_STORE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 TWO_RANKS = {"distributed_executor_backend": "mp"}
 REAL = {
     "lora": ({"enable_lora": True, "max_lora_rank": 8}, "LoRA off"),
     "quantization": ({"quantization": "fp8"}, "unquantised weights"),
     "kv_cache": ({"kv_cache_dtype": "fp8"}, "unquantised KV cache"),
     "speculative": ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "method='ngram'"),
+    "kv_connector": ({"kv_transfer_config": KV_STORE}, "got kv_connector='ExampleConnector'"),
+    "kv_offloading": ({"kv_offloading_size": 1.0}, "got kv_connector='OffloadingConnector'"),
     "tensor_parallel": ({"tensor_parallel_size": 2, **TWO_RANKS}, "tensor_parallel_size=1"),
     "pipeline_parallel": ({"pipeline_parallel_size": 2, **TWO_RANKS}, "pipeline_parallel_size=1"),
     "data_parallel": ({"data_parallel_size": 2}, "data_parallel_size=1"),

@@ -4,6 +4,7 @@
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vllm_omni.hf_numerics.config import HFNumericsConfigError
 from vllm_omni.hf_numerics.layers import attention, cpu_reference, decoder_layer, gemm, moe
 from vllm_omni.hf_numerics.models import qwen3_omni_thinker as ours
 from vllm_omni.hf_numerics.ops import OPS, implementation
+from vllm_omni.hf_numerics.requirements_check import HFNumericsRefusal
 from vllm_omni.hf_numerics.testing import assert_bitwise_equal
 
 pytest_plugins = ["thinker_fixtures"]
@@ -124,6 +126,19 @@ def test_on_uses_the_reference_platform_everywhere_on_the_cpu(build_thinker):
     for layer in built.text.layers:
         assert type(layer.mlp.experts.routed_experts.quant_method) is cpu_reference.ReferenceExpertsMethod
     assert type(built.thinker.language_model.lm_head.quant_method) is gemm.HFNumericsEmbeddingMethod
+
+
+def test_a_head_of_another_dtype_is_refused(tiny_vllm_config, one_process, plugin_registered):
+    """vLLM computes such a head past the mode's op; where the override lies is vLLM-Omni's to resolve."""
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    override = {"hf_overrides": {"thinker_config": {"head_dtype": "float32"}}}
+    for additional_config, refused in ((ON, True), (None, False)):
+        config = tiny_vllm_config(additional_config, **override)
+        expected = pytest.raises(HFNumericsRefusal, match="dtype bfloat16; got head_dtype='float32'")
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            with expected if refused else nullcontext():
+                loader_utils.initialize_model(vllm_config=config)
 
 
 def test_every_op_of_the_mode_runs(build_thinker):

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.hf_numerics import requirements_check
-from vllm_omni.hf_numerics.requirements_check import EngineFacts, check_attention_backend, check_moe_backend
+from vllm_omni.hf_numerics.requirements_check import (
+    EngineFacts,
+    check_attention_backend,
+    check_head_dtype,
+    check_moe_backend,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_omni" / "hf_numerics"
@@ -124,6 +129,7 @@ def test_what_the_engine_really_says_is_on_the_page():
     said += requirements_check.warnings(EngineFacts(batch_invariant=False, versions={}))
     for judge in (
         lambda: check_moe_backend("cuda", "FLASHINFER", "auto", "layers.0"),
+        lambda: check_head_dtype("float32", "bfloat16"),
         lambda: check_attention_backend("cuda", "TRITON_ATTN", None, "layers.0"),
         lambda: check_attention_backend("cuda", "FLASH_ATTN", 2, "layers.0"),
     ):

@@ -31,7 +31,7 @@ def _on_gpu(row: Row, results: dict[str, dict[str, Any]] | None) -> str:
     if results is None or row.name not in results:
         return "not yet run on a GPU"
     found = results[row.name]
-    if found["observed"].get("by") == "vllm":
+    if found.get("observed", {}).get("by") == "vllm":
         return "refused by vLLM"
     return (
         f"{found['verdict']}, {found['differing']:,} of {found['compared']:,}"

@@ -112,6 +112,14 @@ def test_far_scores_do_not_overflow(dtype: torch.dtype) -> None:
         assert_bitwise_equal(result[token], expected, f"token {token}")
 
 
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_dtypes_that_differ_are_refused(other: int) -> None:
+    tensors = list(qkv(torch.bfloat16))
+    tensors[other] = tensors[other].float()
+    with pytest.raises(ValueError, match="needed q, k and v of one dtype"):
+        causal_attention(*tensors, SCALE)
+
+
 def test_heads_that_do_not_group_are_refused() -> None:
     q, k, v = qkv(torch.float32, heads=3, kv_heads=2)
     with pytest.raises((ValueError, RuntimeError)):

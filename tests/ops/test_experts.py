@@ -198,6 +198,10 @@ def test_cpu_bits_follow_neither_budget_nor_threads(
         (lambda h, a, b, w, i: (h, a, b[:, :, :-1], w, i), "needed hidden"),
         (lambda h, a, b, w, i: (h, a, b, w[:, :1], i), "needed hidden"),
         (lambda h, a, b, w, i: (h, a, b, w, i.float()), "needed int32 or int64 ids"),
+        (lambda h, a, b, w, i: (h.float(), a, b, w, i), "of one dtype"),
+        (lambda h, a, b, w, i: (h, a.float(), b, w, i), "of one dtype"),
+        (lambda h, a, b, w, i: (h, a, b.float(), w, i), "of one dtype"),
+        (lambda h, a, b, w, i: (h, a, b, w.float(), i), "of one dtype"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message: str, device: torch.device) -> None:

@@ -173,3 +173,9 @@ def test_refuses_what_torch_refuses(x: torch.Tensor, weight: torch.Tensor) -> No
         F.linear(x, weight)
     with pytest.raises((RuntimeError, ValueError, TypeError)):
         linear(x, weight)
+
+
+@pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(2, 1), torch.ones(3), torch.ones(2, dtype=torch.bfloat16)])
+def test_a_bias_that_does_not_fit_is_refused(bias: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"needed bias \[2\] of torch.float32"):
+        linear(torch.ones(3, 4), torch.ones(2, 4), bias)

@@ -149,3 +149,18 @@ def test_cpu_row_has_one_bit_pattern_in_any_batch(dtype: torch.dtype) -> None:
             assert_bitwise_equal(route(hidden, gate_weight, 8, True, True), whole, f"{count} threads")
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("batch_invariant_gemm", [True, False])
+@pytest.mark.parametrize(
+    ("hidden", "gate"),
+    [
+        (torch.ones(2, 8), torch.ones(4, 1)),  # would be broadcast
+        (torch.ones(2, 8), torch.ones(4, 7)),
+        (torch.ones(1, 2, 8), torch.ones(4, 8)),
+        (torch.ones(2, 8), torch.ones(4, 8, dtype=torch.bfloat16)),
+    ],
+)
+def test_a_gate_that_does_not_fit_is_refused(hidden, gate, batch_invariant_gemm):
+    with pytest.raises(ValueError, match=r"needed hidden \[T, H\] and gate_weight \[E, H\] of one dtype"):
+        torch.ops.hf_numerics.route(hidden, gate, 2, True, batch_invariant_gemm)

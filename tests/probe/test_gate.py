@@ -121,6 +121,24 @@ def test_time_ends_a_run_that_passed(spec):
 def test_no_time_is_not_a_pass(spec):
     result = gate.run(spec(target=None, minutes=0.0), lambda compared: None)
     assert result.rounds == 0 and not result.passed
+    assert result.ended == "0 minutes were up after 0 of 1 log-probs"
+
+
+def test_time_that_is_up_before_the_target_is_not_a_pass(spec):
+    """A gate over a million that had time for a round of them has not seen a million."""
+    result = gate.run(spec(target=10**9, minutes=0.005), lambda compared: None)
+    assert result.rounds >= 1 and result.differing == 0 and not result.passed
+    assert result.ended.startswith("0.005 minutes were up after ") and result.ended.endswith(
+        "of 1,000,000,000 log-probs"
+    )
+
+
+@pytest.mark.parametrize("option", ["--minutes", "--limit"])
+@pytest.mark.parametrize("time", ["0", "-1", "nan", "inf", "soon"])
+def test_a_time_that_is_none(option, time, capsys):
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["gate", f"{option}={time}"])
+    assert caught.value.code == 2 and option in capsys.readouterr().err
 
 
 def test_both_sides_have_the_limit(spec):

@@ -5,8 +5,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from rich.console import Console
 
-from vllm_omni.hf_numerics.probe import demo, recompute, rollout
+from vllm_omni.hf_numerics.probe import demo, recompute, render, rollout
 from vllm_omni.hf_numerics.probe.locate import Fault, Located, compare_points, locate, verify
 from vllm_omni.hf_numerics.probe.side import Side, SideError, environment_for
 from vllm_omni.hf_numerics.probe.taps import LAYER_OPS, POINTS_AFTER, nudge, point
@@ -44,6 +45,22 @@ def test_points_are_compared_in_execution_order():
 def test_a_nan_against_a_number_is_no_small_distance():
     [result] = compare_points({"0.stream": torch.tensor([[torch.nan]])}, {"0.stream": torch.tensor([[1.0]])})
     assert (result.differing, result.max_ulp) == (1, torch.iinfo(torch.int64).max)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_on_both_sides_is_no_agreement(dtype):
+    """The first op that gives one is named, as the first that differs."""
+    values = torch.tensor([[1.0], [torch.nan]], dtype=dtype)
+    [before, result] = compare_points(
+        {"0.stream": torch.ones(2, 1), "0.experts": values}, {"0.stream": torch.ones(2, 1), "0.experts": values.clone()}
+    )
+    assert (before.differing, result.differing, result.first_row) == (0, 1, 1)
+
+
+def test_nothing_compared_is_not_called_equal(capsys):
+    render.located(Console(), Located(compare_points({"0.stream": torch.ones(1, 1)}, {"0.q": torch.ones(1, 1)})))
+    printed = capsys.readouterr().out
+    assert "NOTHING COMPARED" in printed and "EQUAL" not in printed
 
 
 def test_rows_that_one_side_lacks_count_as_different():

@@ -21,6 +21,7 @@ __all__ = [
     "HFNumericsRefusal",
     "check",
     "check_attention_backend",
+    "check_head_dtype",
     "check_moe_backend",
     "native_mode",
     "refusals",
@@ -55,6 +56,7 @@ class EngineFacts(ModelFacts):
     lora: bool = False
     speculative: str | None = None
     return_routed_experts: bool = False
+    kv_connector: str | None = None
     versions: Mapping[str, str | None] = field(default_factory=versions.installed_versions)
     native_mode: str | None = None
 
@@ -66,7 +68,7 @@ class EngineFacts(ModelFacts):
 
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         hf_config = getattr(model.hf_config, "thinker_config", None) or model.hf_config
-        speculative = vllm_config.speculative_config
+        speculative, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
         return cls(
             **vars(ModelFacts.from_config(hf_config)),
             platform=current_platform.device_type,
@@ -84,7 +86,8 @@ class EngineFacts(ModelFacts):
             kv_cache_dtype=vllm_config.cache_config.cache_dtype,
             lora=vllm_config.lora_config is not None,
             speculative=getattr(speculative, "method", None) or (None if speculative is None else "unnamed"),
-            return_routed_experts=bool(getattr(model, "enable_return_routed_experts", False)),
+            return_routed_experts=vllm_config.aux_output_config.enable_return_routed_experts,
+            kv_connector=None if transfer is None else transfer.kv_connector or "unnamed",
             native_mode=native_mode(),
         )
 
@@ -134,6 +137,11 @@ def _feature_refusals(facts: EngineFacts) -> list[str]:
         found.append(f"needed no speculative decoding; got method={facts.speculative!r}; remove speculative_config")
     if facts.return_routed_experts:
         found.append("needed enable_return_routed_experts off; got on (the mode routes in its own op); switch it off")
+    if facts.kv_connector is not None:
+        found.append(
+            f"needed keys and values of this engine alone; got kv_connector={facts.kv_connector!r}, which may bring "
+            "those of an engine without the mode; remove kv_transfer_config and kv_offloading_size"
+        )
     return found
 
 
@@ -196,6 +204,23 @@ def check_moe_backend(platform: str, resolved: str, requested: str, layer: str) 
         raise HFNumericsRefusal(
             f"needed the unquantised Triton MoE backend at {layer}; got {resolved!r} (resolved from "
             f"moe_backend={requested!r}); set moe_backend='triton' on the thinker stage"
+        )
+
+
+def check_head_dtype(resolved: str | None, dtype: str) -> None:
+    """Refuse an LM head that computes in another dtype than the model: vLLM then bypasses the `linear` op.
+
+    Args:
+        resolved: ``head_dtype`` of vLLM's logits processor, e.g. "float32"; None: the model's.
+        dtype: the model's.
+
+    Raises:
+        HFNumericsRefusal: another dtype; the trainer's head computes in the model's.
+    """
+    if resolved not in (None, dtype):
+        raise HFNumericsRefusal(
+            f"needed the LM head in the model's dtype {dtype}; got head_dtype={resolved!r}; remove head_dtype from "
+            "hf_overrides and the checkpoint's config"
         )
 
 

@@ -114,6 +114,8 @@ class HFNumericsQwen3OmniMoeThinkerForConditionalGeneration(upstream.Qwen3OmniMo
         # vLLM-Omni 0.32 builds the text model from a module global and takes no class for it.
         with substituted(upstream, Qwen3MoeLLMModel=HFNumericsTextModel):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
+        head_dtype = self.language_model.logits_processor.head_dtype
+        requirements_check.check_head_dtype(head_dtype and str(head_dtype).removeprefix("torch."), facts.dtype)
         use_linear_op(self.language_model.lm_head)
         if current_platform.is_cuda() and facts.batch_invariant:
             proof.prove_tiles(

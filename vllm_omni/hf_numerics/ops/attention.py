@@ -61,6 +61,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
             f"needed q [Tq, Hq, D] and k, v [T, Hk, D] with T >= Tq and Hq a multiple of Hk; got {tuple(q.shape)}, "
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"needed q, k and v of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     return reference(q, k, v, scale)
 
 

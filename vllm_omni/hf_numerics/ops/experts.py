@@ -104,6 +104,11 @@ def _check(hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: t
             f"{tuple(hidden.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}, {tuple(weights.shape)} and "
             f"{tuple(ids.shape)}"
         )
+    if not hidden.dtype == w13.dtype == w2.dtype == weights.dtype:
+        raise ValueError(
+            f"needed hidden, w13, w2 and weights of one dtype; got {hidden.dtype}, {w13.dtype}, {w2.dtype} and "
+            f"{weights.dtype}"
+        )
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"needed int32 or int64 ids; got {ids.dtype}")
 

@@ -110,6 +110,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             f"needed x [..., K] and weight [N, K] of one dtype; got {tuple(x.shape)} {x.dtype} and "
             f"{tuple(weight.shape)} {weight.dtype}"
         )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+        raise ValueError(f"needed bias [{weight.shape[0]}] of {x.dtype}; got {tuple(bias.shape)} of {bias.dtype}")
     rows = x.numel() // max(x.shape[-1], 1)
     tile = tile_for(linear_key(weight.shape[0], weight.shape[1], weight.dtype), rows)
     return compute(x, weight, bias, tile).contiguous()

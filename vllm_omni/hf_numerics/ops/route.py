@@ -134,6 +134,11 @@ def route(
     hidden: torch.Tensor, gate_weight: torch.Tensor, top_k: int, renormalize: bool, batch_invariant_gemm: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose ``top_k`` experts for each token; see the module's contract."""
+    if hidden.dim() != 2 or hidden.shape[1] != gate_weight.shape[1] or hidden.dtype != gate_weight.dtype:
+        raise ValueError(
+            f"needed hidden [T, H] and gate_weight [E, H] of one dtype; got {tuple(hidden.shape)} {hidden.dtype} and "
+            f"{tuple(gate_weight.shape)} {gate_weight.dtype}"
+        )
     if batch_invariant_gemm:
         tile = tiles.tile_for(
             tiles.linear_key(gate_weight.shape[0], gate_weight.shape[1], gate_weight.dtype), hidden.shape[0]

@@ -7,8 +7,9 @@ Contract: ``token_logprobs(logits, token_ids, temperature=1.0, model_runner=None
   width of what it loads, so a cast to float32 first changes the last bit of some results.
 * token_ids ``[T]`` integers in [0, V), so no ignored label such as -100; the result is ``[T]`` float32.
 * temperature 1: vLLM's ``logprobs_mode="raw_logprobs"`` (its default), which ignores the request's temperature, top-p,
-  top-k and penalties. Another temperature: ``"processed_logprobs"`` of a request with that temperature and nothing
-  else: logits to float32, divided, then the formula over float32.
+  top-k and penalties; not of a request with structured outputs, whose mask vLLM applies before. Another temperature:
+  ``"processed_logprobs"`` of a request with that temperature and nothing else: logits to float32, divided, then the
+  formula over float32.
 * model_runner: which of vLLM's samplers to reproduce. "v2" (CUDA default): ``compute_token_logprobs``, one Triton
   kernel. "v1" (CPU, and staged vLLM-Omni workers): ``log_softmax`` in float32, then a gather. None takes the
   device's default.

@@ -185,4 +185,7 @@ def run(spec: GateSpec, progress: Callable[[int], Any], keep: Path | None = None
             if result.compared == 0:
                 raise
             result.ended = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+    wanted = spec.target or 1
+    if result.ended is None and result.failed is None and result.compared < wanted:
+        result.ended = f"{spec.minutes:g} minutes were up after {result.compared:,} of {wanted:,} log-probs"
     return result

@@ -35,7 +35,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--max-prompt", type=options.positive, default=192, help="longest prompt")
     parser.add_argument("--max-tokens", type=options.positive, default=192, help="most tokens sampled for a request")
     parser.add_argument(
-        "--minutes", type=float, metavar="N", help="begin no round after so long; without --logprobs the only limit"
+        "--minutes",
+        type=options.positive_time,
+        metavar="N",
+        help="begin no round after so long; without --logprobs the only limit",
     )
     parser.add_argument(
         "--soak",
@@ -48,7 +51,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--execution", choices=("eager", "graphs"), default="eager", help="how the engine runs")
     parser.add_argument(
-        "--limit", type=float, default=600, metavar="S", help="seconds for a side to start, or for its part of a round"
+        "--limit",
+        type=options.positive_time,
+        default=600,
+        metavar="S",
+        help="seconds for a side to start, or for its part of a round",
     )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the last round's records and the logs here")

@@ -119,6 +119,7 @@ def _compare_rows(layer: int | None, op: str, left: torch.Tensor, right: torch.T
         rows = max(left.shape[0], right.shape[0])
         return PointResult(layer, op, rows, rows, 0)
     differs = integer_view(left.contiguous()) != integer_view(right.contiguous())
+    differs |= left.isnan()  # of whatever bits: a NaN agrees with nothing
     if not bool(differs.any()):
         return PointResult(layer, op, left.shape[0], 0)
     distance = _distance(left, right)

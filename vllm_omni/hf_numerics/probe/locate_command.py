@@ -147,6 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
                 found.verified.append(locate.verify(left, right, tokens, folder, fault, arguments.numerics))
     render.located(console, found)
     options.write_json(found.as_dict(), arguments.json)
-    if not all(fault.named for fault in found.verified):
+    if not found.points or not all(fault.named for fault in found.verified):
         return options.UNUSABLE
     return options.EQUAL if found.first is None and found.batch_dependent is False else options.DIFFERENT

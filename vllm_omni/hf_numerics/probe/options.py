@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -46,6 +47,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"needed a number of at least 1; got {text}")
+    return value
+
+
+def positive_time(text: str) -> float:
+    """A finite time above 0, for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"needed a finite number above 0; got {text}")
     return value
 
 

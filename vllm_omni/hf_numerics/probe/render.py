@@ -124,7 +124,9 @@ def gate_verdict(console: Console, result: GateResult, kept: Path | None, sides:
 def located(console: Console, found: Located) -> None:
     """The first point that differs, the points after it, and what was not seen."""
     first = found.first
-    if first is None:
+    if not found.points:
+        console.print("[bold red]NOTHING COMPARED[/]: no point was recorded on both sides", highlight=False)
+    elif first is None:
         console.print(f"[bold green]EQUAL[/]: {len(found.points)} points agree in every bit", highlight=False)
     else:
         where = "outside the layers" if first.layer is None else f"layer {first.layer}"

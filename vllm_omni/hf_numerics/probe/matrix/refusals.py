@@ -66,6 +66,12 @@ _CASES: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "speculative": ("speculative decoding", _ngram(), "needed no speculative decoding; got method='ngram'", _BOTH),
     "quantisation": ("quantisation", {"quantization": "fp8"}, "needed unquantised weights; got quantization=", _BOTH),
     "kv-cache-fp8": ("an fp8 KV cache", {"kv_cache_dtype": "fp8"}, "needed an unquantised KV cache in", _BOTH),
+    "kv-connector": (
+        "keys and values from outside",
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "needed keys and values of this engine alone; got kv_connector='ExampleConnector'",
+        _BOTH,
+    ),
     "rope-scaling": (
         "rope scaling",
         _text(rope_parameters={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}),
